@@ -1,5 +1,4 @@
-"""Notes on errors that leave a call: what to do, and which tensors of the caller's were written to. And the line of the
-log.
+"""Notes on errors that leave a call: what to do, and which of the caller's tensors were written to. Also the log line.
 
 Nothing is caught and nothing is retried (docs/decisions/0011): the error goes on as it came, with notes.
 """
@@ -56,7 +55,7 @@ def explained(
 
     def text_of(error: BaseException) -> str | None:
         changed = [name for name, x in written.items() if version_of(x) != before[name]]
-        return _note(error, caller, memory, [*([] if already is None else [already]), *changed])
+        return _note(error, caller, memory, already, *changed)
 
     return Noting(text_of)
 
@@ -64,12 +63,12 @@ def explained(
 def add_note(error: BaseException, caller: str, memory: int | str, written: str | None = None) -> None:
     """Add to an error that leaves a call how it would take less memory, where that was its reason, and the note of
     :data:`WRITTEN` on a tensor of the caller's that the call has written to."""
-    _add(error, _note(error, caller, memory, [] if written is None else [written]))
+    _add(error, _note(error, caller, memory, written))
 
 
-def _note(error: BaseException, caller: str, memory: int | str, written: list[str]) -> str | None:
-    """The note on an error, or None for none; ``written`` are names in :data:`WRITTEN`."""
-    texts = [WRITTEN[name] for name in written]
+def _note(error: BaseException, caller: str, memory: int | str, *written: str | None) -> str | None:
+    """The note on an error, or None for none; ``written`` are names in :data:`WRITTEN`, or None."""
+    texts = [WRITTEN[name] for name in written if name is not None]
     if is_out_of_memory(error) and not hasattr(error, "__notes__"):
         less = f"Pass a smaller memory= (it was {memory!r}), or ask logitless.estimate what fits."
         texts.append(f"no room for working memory. {less}")

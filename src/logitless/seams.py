@@ -78,8 +78,7 @@ def packed_shard(group: Any, columns: int) -> VocabShard | None:
     if process_group is None:
         return None
     widths = [width for (width,) in table_over(process_group, (columns,))]
-    stops = [sum(widths[: rank + 1]) for rank in range(len(widths))]
-    bounds = tuple(itertools.pairwise([0, *stops]))
+    bounds = tuple(itertools.pairwise(itertools.accumulate(widths, initial=0)))
     return _made(process_group, bounds, *bounds[process_group.rank()])
 
 

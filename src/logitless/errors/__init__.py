@@ -15,7 +15,7 @@ class LogitlessError(ValueError):
 
 
 def no_second_derivative(caller: str, instead: str = "") -> LogitlessError:
-    """What the backward of an autograd Function raises under ``create_graph=True``."""
+    """The error of an autograd Function's backward under ``create_graph=True``."""
     return LogitlessError(
         f"{caller}: backward with create_graph=True asks for a second derivative, which is not implemented. "
         f"Drop create_graph{instead}."
@@ -23,7 +23,7 @@ def no_second_derivative(caller: str, instead: str = "") -> LogitlessError:
 
 
 def adapted(name: str) -> str:
-    """Why a layer that an adapter wraps is refused where its weight would be read, and what to do."""
+    """The text that refuses a layer which an adapter wraps, where its weight would be read: why, and what to do."""
     return (
         f"{name} wraps another layer, as adapters on the head do, and its weight alone would leave the adapter out. "
         f"Leave the head out of the adapter (peft: target_modules), merge it (peft: merge_and_unload), or pass a "
@@ -39,12 +39,17 @@ ELSEWHERE = (
 
 
 def released(caller: str, shape: list[int]) -> LogitlessError:
-    """What a backward raises whose weight was there in forward."""
+    """The error of a backward whose weight was whole in forward, and has another shape now."""
     return LogitlessError(
         f"{caller}: backward multiplies by the weight again, which was whole in forward and is {shape} now: ZeRO-3 and "
         f"FSDP1 let go of it where their module's forward ends. Use a PolicyHead, whose wrapper gathers it for "
         f"backward too, or policy_loss, whose gradients are made in forward."
     )
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text, or the name of its class where it has none."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def closest(name: str, known: Iterable[str]) -> str | None:

@@ -87,11 +87,9 @@ def explain(verb: Callable[..., Any], *args: Any, device: Literal["cuda", "cpu"]
     forward
     """
     _check("explain", verb, device)
-    real, dry = _real_device((args, options)), Dry(stop=True)
-    if device is not None or real is None:
-        kind = device or "cuda"
-        dry = Dry(kind, _machine(kind), stop=True)
-    with dry:
+    # Tensors that are all on meta stand for those of a GPU.
+    kind = device or ("cuda" if _real_device((args, options)) is None else None)
+    with Dry(kind, None if kind is None else _machine(kind), stop=True) as dry:
         verb(*args, **options)
     if dry.plan is None:
         name = getattr(verb, "__name__", type(verb).__name__)
@@ -111,7 +109,7 @@ def estimate(
     Args:
         verb: :func:`logprobs`, :func:`policy_loss`, or any function of torch's that returns tensors.
         args, options: arguments of the call, as it would be made; their numbers are not looked at. Sizes alone go in as
-            tensors on the meta device (``logitless.memory.sized``). What needs a gradient is what ``requires_grad``.
+            tensors on the meta device (``logitless.memory.sized``). Gradients are of the tensors that require them.
         device: kind of device that it will run on; None for that of the tensors, and for a GPU where they are on meta.
             Where there is no GPU here, ``"cuda"`` is an H200; a ``logitless.machine.Machine`` is that machine.
         dropped: share of a loss's rows without a gradient (clipped, or of zero advantage). Above 5 % the others are
@@ -176,13 +174,13 @@ def _machine(kind: str) -> Machine:
 
 
 def _real_device(arguments: Any) -> str | None:
-    """Type of the device that has numbers of the arguments; None where all of them are on meta."""
+    """Type of the device of the first argument that has numbers; None where all of them are on meta."""
     kinds = (x.device.type for x in tensors_in(_opened(arguments)))
     return next((kind for kind in kinds if kind != "meta"), None)
 
 
 def _opened(x: Any) -> Any:
-    """Arguments with the tensors of our own nouns in their place: logits that exist, rows, teachers."""
+    """Arguments, with a tensor of each of our own nouns (logits that exist, rows, teachers) in its place."""
     if isinstance(x, Given):
         return x.logits
     if isinstance(x, Rows):

@@ -60,7 +60,7 @@ SCRATCH = {torch.ops.aten.sort.stable: {"cpu": 8, "gpu": 24}}
 place."""
 
 SUMS = (torch.ops.aten.sum.default, torch.ops.aten.sum.dim_IntList)
-"""Sums. A CPU whose result has another dtype than the operand, as of truth values, copies the operand to it first."""
+"""Sums. Where a result has another dtype than the operand, as of truth values, a CPU copies the operand to it first."""
 
 
 class Item(NamedTuple):
@@ -105,21 +105,18 @@ class Ledger(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = result_of(IN_PLACE.get(func) or func, args, kwargs or {})
         for x in tensors_in(out):
-            storage = x.untyped_storage()
-            key = storage._cdata
+            key = _key(x)
             # A view, or a tensor that was written in place, came in with the inputs.
-            given = (y.untyped_storage()._cdata for y in tensors_in((args, kwargs)))
-            if key not in self._entries and key not in given:
-                self._write_down(key, storage, x.shape, func)
+            if key not in self._entries and key not in map(_key, tensors_in((args, kwargs))):
+                self._write_down(x, func)
         scratch = 0
         if func in SUMS and not self._on_gpu and args[0].dtype != out.dtype:
             scratch = args[0].numel() * out.element_size()
         if func in self._scratch and (self._on_gpu or not args[0].is_floating_point()):
             scratch = self._scratch[func] * args[0].numel()
         if scratch:
-            # The scratch is alive with the results, and gone when this function returns.
-            work = torch.empty(scratch, dtype=torch.uint8, device="meta")
-            self._write_down(work.untyped_storage()._cdata, work.untyped_storage(), work.shape, func)
+            # The scratch is alive with the results, and gone when the operator returns.
+            self._write_down(torch.empty(scratch, dtype=torch.uint8, device="meta"), func)
         return out
 
     def start_backward(self) -> None:
@@ -132,7 +129,7 @@ class Ledger(TorchDispatchMode):
     def name_output(self, name: str, *tensors: Tensor) -> None:
         """Name tensors that go to the caller."""
         for x in tensors:
-            entry = self._entries.get(x.untyped_storage()._cdata)
+            entry = self._entries.get(_key(x))
             if entry is not None:
                 entry.name, entry.output = name, True
 
@@ -143,12 +140,12 @@ class Ledger(TorchDispatchMode):
             groups.setdefault((entry.name, entry.phase, entry.output), []).append(entry)
         return tuple(_item(group) for group in groups.values() if any(entry.bytes for entry in group))
 
-    def _write_down(self, key: int, storage: Any, shape: torch.Size, func: Any) -> None:
-        name = _purpose()
+    def _write_down(self, x: Tensor, func: Any) -> None:
+        name, key, storage = _purpose(), _key(x), x.untyped_storage()
         if name is None:
             # A matrix of a function from outside this package is named by its operator.
-            name = NAMES[""] if len(shape) < 2 else f"result of {func.overloadpacket.__name__}"
-        entry = Entry(storage.nbytes(), shape, name, self._phase)
+            name = NAMES[""] if x.dim() < 2 else f"result of {func.overloadpacket.__name__}"
+        entry = Entry(storage.nbytes(), x.shape, name, self._phase)
 
         def let_go(_: object) -> None:
             self._entries.pop(key)
@@ -162,6 +159,11 @@ class Ledger(TorchDispatchMode):
     def _note_fullest(self) -> None:
         if self._bytes > self._fullest[self._phase][0]:
             self._fullest[self._phase] = (self._bytes, list(self._entries.values()))
+
+
+def _key(x: Tensor) -> int:
+    """The address of the storage of a tensor."""
+    return x.untyped_storage()._cdata
 
 
 def _item(group: list[Entry]) -> Item:

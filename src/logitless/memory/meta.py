@@ -38,9 +38,8 @@ class Meta:
             return self._logits(x)
         if isinstance(x, Tensor):
             return self._empty(x, name, leaf=False)
-        if isinstance(x, VocabShard | ImaginedShard):
-            group = None if x.group is None else DryGroup(x.group.size(), self.copies)
-            return x if group is None else ImaginedShard(x.start, x.stop, x.vocab_size, group)
+        if isinstance(x, VocabShard | ImaginedShard) and x.group is not None:
+            return ImaginedShard(x.start, x.stop, x.vocab_size, DryGroup(x.group.size(), self.copies))
         if isinstance(x, Rows):
             x = replace(x, batch=None)
         if isinstance(x, Teachers):
@@ -54,7 +53,7 @@ class Meta:
         return x
 
     def _empty(self, x: Tensor | None, name: str, leaf: bool = True) -> Any:
-        """A tensor like ``x``; where that needs a gradient, a leaf, or else as a model's output arrives."""
+        """A tensor like ``x``. One that needs a gradient is a leaf or, without ``leaf``, like a model's output."""
         if x is None:
             return None
         made = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
@@ -164,7 +163,7 @@ def hand_over(buffer: Tensor) -> Tensor:
 
 
 def backward(outputs: list[Tensor], upstream: list[Tensor], leaves: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Gradients of the leaves by name, of outputs that get these upstream gradients."""
+    """Gradients of the leaves, by name, where the outputs get these upstream gradients."""
     if not leaves or not outputs:
         return {}
     root = _Root.apply(tuple(upstream), *outputs)

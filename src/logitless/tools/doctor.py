@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
-import importlib.util
 import platform
 import warnings
 from dataclasses import asdict, dataclass
@@ -22,7 +21,7 @@ from logitless.adapters.patching import try_host
 from logitless.adapters.signatures import is_there
 from logitless.backends import NAMES, choose_backend, load
 from logitless.engines import GROUPS, PARTS, VARIABLE, asked, registered
-from logitless.errors import LogitlessError
+from logitless.errors import LogitlessError, first_line
 from logitless.errors.arguments import refused
 from logitless.machine import GLUON, Machine
 from logitless.operands import Logits
@@ -135,7 +134,6 @@ def examine(device: torch.device, engine_head: str | None = None) -> Findings:
     advice(engine_head)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise LogitlessError('doctor: device is "cuda" but torch sees no CUDA device. Use --device cpu.')
-    adapters = [name for name in HOSTS if importlib.util.find_spec(f"logitless.adapters.{name}")]
     choice = choose_backend(torch.zeros(1, 1, device=device))
     backends = tuple(_backend(name, device) for name in NAMES)
     exactness = [
@@ -151,7 +149,7 @@ def examine(device: torch.device, engine_head: str | None = None) -> Findings:
         chosen=f"{choice.name}: {choice.reason}",
         backends=backends,
         exactness=tuple(exactness),
-        hosts=tuple(_host(name, engine_head) for name in adapters),
+        hosts=tuple(_host(name, engine_head) for name in HOSTS),
         engines=tuple(_engine(name) for name in sorted(PARTS)),
     )
 
@@ -280,7 +278,7 @@ def _tried(host: Any, options: dict[str, Any] | None = None) -> Any:
             return try_host(host, options or {})
     # A framework can raise anything when it is imported; here that is the finding.
     except Exception as error:
-        return (str(error).strip().splitlines() or [type(error).__name__])[0]
+        return first_line(error)
 
 
 def _engine(name: str) -> HostFinding:

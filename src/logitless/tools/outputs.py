@@ -17,7 +17,7 @@ def in_checkout() -> bool:
 
 
 def default_folder() -> Path:
-    """``out`` in a checkout of the project, elsewhere the user's cache, ``~/.cache/logitless``."""
+    """The folder ``out`` in a checkout of the project; elsewhere ``logitless`` in the user's cache, ``~/.cache``."""
     if in_checkout():
         return Path("out")
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "logitless"

@@ -153,7 +153,7 @@ def _read_config(path: Path) -> ModelShape:
     text = {**fields, **(own if isinstance(own, dict) else {})}
     sizes: dict[str, Any] = {
         "hidden_size": text.get("hidden_size", text.get("n_embd")),
-        # The rows of the head, which ChatGLM's configs have under a name of their own.
+        # ChatGLM's configs have a name of their own for the rows of the head.
         "vocab_size": text.get("padded_vocab_size") or text.get("vocab_size"),
     }
     for name, value in sizes.items():

@@ -20,7 +20,8 @@ DPI = 200
 
 @dataclass(frozen=True)
 class Style:
-    """Colours of a figure: of what it says, of what one looks up (``quiet``), of a grid (``faint``), and of data."""
+    """Colours of a figure: of its titles (``text``), its numbers and labels (``quiet``), its grid (``faint``), and of
+    data: this library's (``ours``), everyone else's, and a line that marks a bound."""
 
     name: str
     background: str
@@ -62,7 +63,7 @@ def name_lines(axis: Axes, style: Style) -> None:
 
 
 def head(figure: Figure, title: str, source: str, style: Style) -> None:
-    """What a figure is of above it, and below it where its numbers come from."""
+    """Write a title above the figure, and below it where its numbers come from."""
     figure.suptitle(title, color=style.text, fontsize=11, fontweight="bold", x=0.01, ha="left")
     figure.supxlabel(source, color=style.quiet, fontsize=8, x=0.01, ha="left")
 

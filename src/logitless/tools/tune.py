@@ -1,4 +1,4 @@
-"""``logitless tune``: costs of products and of their ends on the card at hand, by which calls choose their route there.
+"""``logitless tune``: what products cost on this card, and the steps that they end in. Calls choose their route by it.
 
     logitless tune  ->  a file  ->  LOGITLESS_MACHINE=file, the same on every rank
 
@@ -36,7 +36,7 @@ ENDS = {
     "exponentials": "product that ends in exponentials",
     "turns": "product by turns",
 }
-"""Steps by the field of :class:`~logitless.machine.Costs` that they measure."""
+"""The names of steps, by the field of :class:`~logitless.machine.Costs` that each measures."""
 
 
 class Sizes(NamedTuple):

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from typer import Argument, Option
 
-from logitless.tools.cli.shared import AsJson, Device, first_explains, full_dtype, pick_device, ranks
+from logitless.tools.cli.shared import AsJson, Device, bar, first_explains, full_dtype, pick_device, ranks
 
 
 def score(
@@ -79,7 +78,7 @@ def score(
         if against is not None:
             # Before everything is scored.
             check_field(job.source().path, against)
-        with _score_progress(shown=rank == 0) as report:
+        with _score_progress(visible=rank == 0) as report:
             summary = score_file(job, report, group)
     if rank == 0:
         found = None if against is None else write(compare(data, out, against), out)
@@ -87,7 +86,7 @@ def score(
 
 
 @contextmanager
-def _score_progress(*, shown: bool) -> Iterator[Callable[[Any], None]]:
+def _score_progress(*, visible: bool) -> Iterator[Callable[[Any], None]]:
     """Parts and tokens per second of this rank on stderr: a bar, or off a terminal a line every ten seconds."""
     console, start = Console(stderr=True), time.monotonic()
 
@@ -95,13 +94,12 @@ def _score_progress(*, shown: bool) -> Iterator[Callable[[Any], None]]:
         speed = progress.tokens / max(1e-9, time.monotonic() - start)
         return f"{progress.tokens} response tokens, {speed:.0f} tokens/s"
 
-    if not shown:
+    if not visible:
         yield lambda progress: None
     elif console.is_terminal:
-        columns = (BarColumn(bar_width=24), TextColumn("{task.completed}/{task.total}"), TimeElapsedColumn())
-        with Progress(*columns, TextColumn("{task.description}"), console=console, transient=True) as bar:
-            task = bar.add_task("loading the model", total=None)
-            yield lambda p: bar.update(task, completed=p.done, total=p.total, description=text(p))
+        with bar(console) as shown:
+            task = shown.add_task("loading the model", total=None)
+            yield lambda p: shown.update(task, completed=p.done, total=p.total, description=text(p))
     else:
         told = start - 10.0
 

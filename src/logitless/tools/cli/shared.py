@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Annotated, Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from typer import Exit, Option
 
 from logitless.errors import LogitlessError
@@ -44,6 +44,13 @@ def console() -> Console:
     return _Console(highlight=False, markup=False, soft_wrap=True)
 
 
+def bar(console: Console, *more: ProgressColumn, auto_refresh: bool = True) -> Progress:
+    """A progress bar that is gone in the end: how many of how many, the time so far, more columns, and a text."""
+    columns = (BarColumn(bar_width=24), TextColumn("{task.completed}/{task.total}"), TimeElapsedColumn(), *more)
+    text = TextColumn("{task.description}")
+    return Progress(*columns, text, console=console, transient=True, auto_refresh=auto_refresh)
+
+
 @contextmanager
 def progress(total: int) -> Iterator[Callable[[str], None]]:
     """A progress bar on stderr with the time that is left; plain lines where stderr is no terminal."""
@@ -57,15 +64,10 @@ def progress(total: int) -> Iterator[Callable[[str], None]]:
 
         yield line
         return
-    columns = (
-        *(BarColumn(bar_width=24), TextColumn("{task.completed}/{task.total}")),
-        *(TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn()),
-    )
-    shown = (*columns, TextColumn("{task.description}"))
     # The bar is drawn only between measurements: a thread that redraws the bar would disturb the times.
-    with Progress(*shown, console=console, transient=True, auto_refresh=False) as bar:
-        task = bar.add_task("starting", total=total)
-        yield lambda text: bar.update(task, description=text, advance=1, refresh=True)
+    with bar(console, TextColumn("left"), TimeRemainingColumn(), auto_refresh=False) as shown:
+        task = shown.add_task("starting", total=total)
+        yield lambda text: shown.update(task, description=text, advance=1, refresh=True)
 
 
 @contextmanager

@@ -8,11 +8,10 @@ from functools import cache
 
 from logitless.call import MEMORY
 from logitless.memory import Estimate
-from logitless.spec import parse_memory
 from logitless.tools.plan.ways import FROM_HIDDEN, OVER_SUPPORT, POLICY_LOSS, WAYS, Forecast, LossStep, Way, forecast
 
-BUDGETS = ("256MiB", "512MiB", *(f"{1 << n}GiB" for n in range(8)))
-"""Values of ``memory=`` that are tried, smallest first."""
+BUDGETS = (MEMORY["hidden"], "512MiB", *(f"{1 << n}GiB" for n in range(8)))
+"""Values of ``memory=`` that are tried, smallest first, which is the default of ``logprobs``."""
 
 LESS = ("512MiB", "256MiB", "128MiB", "64MiB")
 """Values for ``policy_loss`` where its default does not fit."""
@@ -127,24 +126,24 @@ def _for_own_loss(step: LossStep, free: int | None, asked: Estimate) -> Choice:
     More memory never means more products or a lower peak. So halving finds the smallest memory for a number of
     products, and if that call does not fit, no call with as many products does.
     """
-    given: int | str = step.memory or MEMORY["hidden"]
+    usual = _choice(FROM_HIDDEN, step, step.memory or MEMORY["hidden"], asked)
     if step.memory is not None or free is None:
-        return _choice(FROM_HIDDEN, step, given, asked)
+        return usual
 
     @cache
-    def choice(memory: int | str) -> Choice:
-        return _choice(FROM_HIDDEN, step, memory, asked if memory == given else None)
+    def choice(memory: str) -> Choice:
+        return usual if memory == usual.memory else _choice(FROM_HIDDEN, step, memory)
 
-    best, budgets = choice(given), sorted({*BUDGETS, given}, key=parse_memory)
+    budgets = BUDGETS
     while budgets:
         fewest = choice(budgets[-1]).products
-        hint = best.products == fewest and given in budgets
-        most = budgets.index(given) if hint else len(budgets) - 1
+        # Where the smallest memory gives as few products, no other is tried.
+        most = 0 if usual.products == fewest else len(budgets) - 1
         first = bisect_left(budgets, True, hi=most, key=lambda memory: choice(memory).products == fewest)
         if choice(budgets[first]).call.peak <= free:
-            return min(best, choice(budgets[first]), key=lambda found: found.cost(free))
+            return min(usual, choice(budgets[first]), key=lambda found: found.cost(free))
         budgets = budgets[:first]
-    return best
+    return usual
 
 
 # The call as code: a function of the tensors and groups that a training loop has.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from logitless.memory import Estimate
@@ -79,10 +80,10 @@ def as_json(plan: ModelPlan) -> dict[str, Any]:
         named = {"name": chosen.way.name, "memory": chosen.memory, "products": chosen.products}
         return {**named, "plan": str(chosen.call.plan), **items(chosen.call)}
 
-    step, model = plan.step, plan.step.model
+    step = plan.step
     sizes = ("tokens", "response_fraction", "tp", "cp", "dtype", "entropy", "frozen_head", "rows", "columns")
     return {
-        "model": {name: getattr(model, name) for name in ("name", "hidden", "vocab", "softcap", "scale", "tied")},
+        "model": asdict(step.model),
         "step": {name: getattr(step, name) for name in sizes} | {"local_tokens": step.local_tokens},
         "free": plan.free,
         "ways": [

@@ -6,7 +6,6 @@ logits.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -200,10 +199,8 @@ def largest_fitting(peak: Callable[[int], int], free: int, limit: int, known: tu
         fixed: a guess of the peak at n = 0, for the first line.
     """
     low, high = (int(known[0]), limit) if known[1] <= free else (0, min(limit, math.ceil(known[0])))
-    before, last = (0.0, fixed), known
-    for turn in itertools.count():
-        if high - low <= 1:
-            break
+    before, last, turn = (0.0, fixed), known, 0
+    while high - low > 1:
         middle = (low + high) // 2
         rise = (last[1] - before[1]) / (last[0] - before[0])
         crossing = last[0] + (free - last[1]) / rise if rise > 0 else middle
@@ -212,6 +209,7 @@ def largest_fitting(peak: Callable[[int], int], free: int, limit: int, known: tu
         probe = min(max(int(guess), low + 1), high - 1)
         before, last = last, (probe, peak(probe))
         low, high = (probe, high) if last[1] <= free else (low, probe)
+        turn += 1
     return low
 
 

@@ -31,7 +31,8 @@ def draw_mismatch(
     distance = (logprob - rollout_logprob).abs().clamp_min(LEAST)
     finite = distance.isfinite()
     distance, engine, place = distance[finite], rollout_logprob[finite], position[finite]
-    figure, axes = plt.subplots(1, 3, figsize=(WIDTH_INCHES, 3.3), layout="constrained")
+    logarithmic = {"xscale": "log", "yscale": "log"}
+    figure, axes = plt.subplots(1, 3, figsize=(WIDTH_INCHES, 3.3), layout="constrained", subplot_kw=logarithmic)
     _draw_share(axes[0], distance, report, style)
     _draw_quantiles(axes[1], engine.exp().clamp_min(1e-6), distance, 0.5, style)
     _draw_quantiles(axes[2], place.double() + 1, distance, math.log10(2), style)
@@ -63,8 +64,6 @@ def _draw_share(axis: Axes, distance: Tensor, report: Mismatch, style: Style) ->
     text = f"beyond {report.bound:.3g}\n{100 * report.beyond:.2g}%"
     look = {"color": style.mark, "fontsize": 8.5, "va": "bottom", "ha": "right"}
     axis.annotate(text, (report.bound, 0.03), (-5, 0), ("data", "axes fraction"), "offset points", **look)
-    axis.set_xscale("log")
-    axis.set_yscale("log")
     axis.yaxis.set_major_formatter(lambda y, _: f"{100 * y:g}%")
 
 
@@ -83,8 +82,6 @@ def _draw_quantiles(axis: Axes, x: Tensor, distance: Tensor, width: float, style
         if found[q]:
             look = {"color": style.ours, "linestyle": dashes, "marker": "o", "markersize": 3}
             axis.plot(*zip(*found[q], strict=True), **look, label=name)
-    axis.set_xscale("log")
-    axis.set_yscale("log")
 
 
 def _dress(axis: Axes, style: Style, title: str) -> None:

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from logitless.errors import LogitlessError
+from logitless.errors import LogitlessError, first_line
 from logitless.tools.score.texts import NoTokenizer, Texts, are_messages
 
 SUFFIXES = (".jsonl", ".parquet")
@@ -24,7 +24,10 @@ STATISTICS = {"top1_id": int, "top1_logprob": float, "top1_hit": bool, "collisio
 STATISTICS |= {"logit_variance": float, "max_logit": float, "rank": int}
 """Fields that ``--stats`` adds to a result, a number for each token, and what kind of number."""
 
-RESULTS = ("index", "tokens", "logprob", "entropy", *STATISTICS, "truncated")
+LISTS = {"tokens": int, "logprob": float, "entropy": float, **STATISTICS}
+"""Fields of a result with a number for each token, and what kind of number."""
+
+RESULTS = ("index", *LISTS, "truncated")
 """Fields of a result, which no field of the input may be kept as."""
 
 MOST_LEVELS = 40
@@ -36,7 +39,7 @@ ROW_GROUP = 4096
 
 @dataclass(frozen=True)
 class Record:
-    """One sample: its number in the file, its place there for people, and the token ids of prompt and response.
+    """One sample: its number, its place in the file as people count, and the token ids of prompt and response.
 
     Attributes:
         scored: which tokens of the response are scored; None for all.
@@ -83,7 +86,7 @@ REJECTED = b"rejected "
 
 
 class Row(NamedTuple):
-    """Place of a record in the file, a function that parses it, and its bytes where it has any of its own."""
+    """A record: its file and place there, a function that parses it, and its bytes where it has any of its own."""
 
     place: str
     parse: Callable[[], dict[str, Any]]
@@ -130,15 +133,12 @@ class Source:
                 yield part, _digest(chunk), read
 
     def _read(self, index: int, row: Row, texts: Texts, skip: bool) -> Record | Reject:
-        place = f"{self.path.name}, {row.place}"
         try:
-            return self._record(index, place, row.parse(), texts)
-        except NoTokenizer:
-            raise
+            return self._record(index, row.place, row.parse(), texts)
         except LogitlessError as error:
-            if not skip:
+            if not skip or isinstance(error, NoTokenizer):
                 raise
-            return Reject(index, place, str(error))
+            return Reject(index, row.place, str(error))
 
     def _record(self, index: int, place: str, fields: dict[str, Any], texts: Texts) -> Record:
         kept = {key: _kept_value(fields, key, place, self.columns) for key in self.keep}
@@ -146,8 +146,8 @@ class Source:
         if chat is not None and fields.get(self.prompt_key) is None:
             made = _named(f"{place}: {self.messages_key!r}", lambda: texts.conversation(chat))
             return Record(index, place, *made, kept=kept)
-        prompt = self._ids(fields, self.prompt_key, place, lambda text: texts.encode(text, True), texts.opening)
-        response = self._ids(fields, self.response_key, place, lambda text: texts.encode(text, False))
+        prompt = self._ids(fields, self.prompt_key, place, texts, opens=True)
+        response = self._ids(fields, self.response_key, place, texts, opens=False)
         if not prompt and response:
             raise LogitlessError(
                 f"score: {place}: {self.prompt_key!r} has no tokens, so nothing predicts the first token of the "
@@ -155,34 +155,21 @@ class Source:
             )
         return Record(index, place, prompt, response, kept=kept)
 
-    def _ids(
-        self,
-        fields: dict[str, Any],
-        key: str,
-        place: str,
-        encode: Callable[[str], list[int]],
-        chat: Callable[[Any], list[int]] | None = None,
-    ) -> list[int]:
-        """Token ids of a field: as they are, of a text or, where ``chat`` is given, of messages."""
+    def _ids(self, fields: dict[str, Any], key: str, place: str, texts: Texts, *, opens: bool) -> list[int]:
+        """Token ids of a field: as they are, of a text or, where the field opens the sequence, of messages."""
         if fields.get(key) is None and (key not in fields or self.messages_key in fields):
-            raise LogitlessError(self._missing(place, key, list(fields)))
+            raise _without(place, key, fields, hint=NAME_THEM)
         value = fields[key]
         if isinstance(value, str):
-            return _named(f"{place}: {key!r}", lambda: encode(value))
+            return _named(f"{place}: {key!r}", lambda: texts.encode(value, opens))
         if isinstance(value, list) and all(type(x) is int and x >= 0 for x in value):
             return value
-        if chat is not None and are_messages(value):
-            return _named(f"{place}: {key!r}", lambda: chat(value))
+        if opens and are_messages(value):
+            return _named(f"{place}: {key!r}", lambda: texts.opening(value))
         came = repr(value) if len(repr(value)) < 60 else f"{repr(value)[:57]}..."
         raise LogitlessError(
             f"score: {place}: {key!r} must be a list of token ids or a text but is {came}. A whole conversation goes "
             f"into {self.messages_key!r}."
-        )
-
-    def _missing(self, place: str, key: str, names: list[str]) -> str:
-        return (
-            f"score: {place} has no field {key!r}; it has {', '.join(map(repr, names)) or 'none'}. Name the fields "
-            f"with --prompt-key and --response-key, or --messages-key."
         )
 
 
@@ -193,12 +180,11 @@ def read_fields(
     for index, row in enumerate(_rows_of(path, keys)):
         if wanted is not None and index not in wanted:
             continue
-        fields, place = row.parse(), f"{path.name}, {row.place}"
+        fields = row.parse()
         for key in keys:
             if key not in fields:
-                names = ", ".join(map(repr, fields))
-                raise LogitlessError(f"score: {place} has no field {key!r}; it has {names or 'none'}.")
-        yield index, place, fields
+                raise _without(row.place, key, fields)
+        yield index, row.place, fields
 
 
 def check_field(path: Path, key: str, most: int = 64) -> None:
@@ -217,11 +203,17 @@ def check_field(path: Path, key: str, most: int = 64) -> None:
         raise LogitlessError(f"score: {path.name} has no field {key!r} in its first records{names}.")
 
 
+NAME_THEM = " Name the fields with --prompt-key and --response-key, or --messages-key."
+
+
+def _without(place: str, key: str, names: Iterable[str], what_for: str = "", hint: str = "") -> LogitlessError:
+    """The error for a field that a record, or a file of columns, does not have."""
+    there = ", ".join(map(repr, names)) or "none"
+    return LogitlessError(f"score: {place} has no field {key!r}{what_for}; it has {there}.{hint}")
+
+
 def _rows_of(path: Path, keys: tuple[str, ...]) -> Iterator[Row]:
-    if path.suffix != ".parquet":
-        return _lines(path)
-    file = _open_parquet(path)
-    return _parquet_columns(path, file, [key for key in keys if key in file.schema_arrow.names])
+    return _parquet_columns(path, _open_parquet(path), keys) if path.suffix == ".parquet" else _lines(path)
 
 
 def check_format(what: str, path: Path) -> None:
@@ -253,7 +245,8 @@ def _lines(path: Path) -> Iterator[Row]:
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if not line.isspace():
-                yield Row(f"line {number}", partial(_parse_line, line, f"{path.name}, line {number}"), line)
+                place = f"{path.name}, line {number}"
+                yield Row(place, partial(_parse_line, line, place), line)
 
 
 def _parse_line(line: bytes, place: str) -> dict[str, Any]:
@@ -281,8 +274,7 @@ def _named(place: str, act: Callable[[], Any]) -> Any:
 
 def _kept_value(fields: dict[str, Any], key: str, place: str, column: bool = False) -> Any:
     if key not in fields:
-        names = ", ".join(map(repr, fields))
-        raise LogitlessError(f"score: {place} has no field {key!r} to keep; it has {names or 'none'}. See --keep.")
+        raise _without(place, key, fields, " to keep", " See --keep.")
     try:
         json.dumps(fields[key])
     except (TypeError, ValueError, RecursionError) as error:
@@ -307,23 +299,22 @@ def _no_cell(value: Any, level: int = 0) -> str | None:
 
 def _parquet_rows(source: Source) -> Iterator[Row]:
     file = _open_parquet(source.path)
-    names, place = file.schema_arrow.names, source.path.name
-    wanted = [source.prompt_key, source.response_key, source.messages_key]
-    there = [key for key in dict.fromkeys([*wanted, *source.keep]) if key in names]
-    if source.messages_key not in there:
-        for key in (source.prompt_key, source.response_key):
-            if key not in there:
-                raise LogitlessError(source._missing(place, key, names))
+    names, place, pair = file.schema_arrow.names, source.path.name, (source.prompt_key, source.response_key)
+    for key in () if source.messages_key in names else pair:
+        if key not in names:
+            raise _without(place, key, names, hint=NAME_THEM)
     for key in source.keep:
         _kept_value(dict.fromkeys(names), key, place)
-    yield from _parquet_columns(source.path, file, there)
+    yield from _parquet_columns(source.path, file, (*pair, source.messages_key, *source.keep))
 
 
-def _parquet_columns(path: Path, file: Any, keys: list[str]) -> Iterator[Row]:
-    first, batches = 0, file.iter_batches(batch_size=256, columns=keys)
+def _parquet_columns(path: Path, file: Any, keys: Iterable[str]) -> Iterator[Row]:
+    """Rows with the fields of these names that are there."""
+    there = [key for key in dict.fromkeys(keys) if key in file.schema_arrow.names]
+    first, batches = 0, file.iter_batches(batch_size=256, columns=there)
     while (batch := _whole(path, lambda: next(batches, None))) is not None:
         for i in range(batch.num_rows):
-            yield Row(f"row {first + i}", lambda batch=batch, i=i: batch.slice(i, 1).to_pylist()[0])
+            yield Row(f"{path.name}, row {first + i}", lambda batch=batch, i=i: batch.slice(i, 1).to_pylist()[0])
         first += batch.num_rows
 
 
@@ -337,7 +328,7 @@ def _whole(path: Path, read: Callable[[], Any]) -> Any:
     try:
         return read()
     except (ValueError, OSError) as error:
-        reason = str(error).strip().splitlines()[0].rstrip(".")
+        reason = first_line(error).rstrip(".")
         raise LogitlessError(f"score: {path} is no whole Parquet file: {reason}. Was it cut off?") from None
 
 
@@ -397,10 +388,8 @@ def _write_parquet(lines: Callable[[], Iterable[bytes]], path: Path) -> None:
     import pyarrow as pa
     import pyarrow.parquet
 
-    own = {"index": pa.int64(), "tokens": pa.list_(pa.int64())}
-    own |= {"logprob": pa.list_(pa.float32()), "entropy": pa.list_(pa.float32()), "truncated": pa.int64()}
     kinds = {int: pa.int64(), float: pa.float32(), bool: pa.bool_()}
-    own |= {name: pa.list_(kinds[kind]) for name, kind in STATISTICS.items()}
+    own = {"index": pa.int64(), "truncated": pa.int64()} | {name: pa.list_(kinds[x]) for name, x in LISTS.items()}
     kept = _kept_schema(lines())
     order = next((list(json.loads(line)) for line in lines()), ["index", "tokens", "logprob", "entropy"])
     schema = pa.schema([pa.field(name, own[name]) if name in own else kept.field(name) for name in order])
@@ -427,7 +416,7 @@ def _kept_schema(lines: Iterable[bytes]) -> Any:
                 f".jsonl."
             ) from None
         except (pa.ArrowException, OverflowError) as error:
-            reason = str(error).splitlines()[0].rstrip(".")
+            reason = first_line(error).rstrip(".")
             raise LogitlessError(
                 f"score: the fields to keep have no one type, as a Parquet column must: {reason}. Write .jsonl."
             ) from None

@@ -10,8 +10,8 @@ The name of a part ends in a digest of its records, so that a part whose records
 first line is a digest of its name and its results, so that one which was changed, cut off or put in another's place
 does not go into the output.
 
-Every file is written under another name, flushed to disk and renamed, so that it appears as a whole or not at all. At
-any kill the three together say how far the job came: no other state is lost.
+Every file is written under another name, flushed to disk and renamed, so that it appears as a whole or not at all.
+After a kill these files say how far the job came: there is no other state.
 
 Files that a job did not write are never removed: it refuses to begin where one lies in its way.
 """
@@ -41,8 +41,12 @@ DIGEST = "output_sha256"
 
 @dataclass(frozen=True)
 class Journal:
-    """The state of one job. Its settings are all that decides about the results; its digests are of the records of each
-    part, and there are none where the input is Parquet."""
+    """The state of one job.
+
+    Attributes:
+        settings: all that decides about the results.
+        digests: one of the records of each part; none where the input is Parquet.
+    """
 
     out: Path
     settings: dict[str, Any]

@@ -7,21 +7,23 @@ without a mask is faster. Whether the model is causal is tried once, when it is 
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 
-from logitless.errors import LogitlessError
+from logitless.errors import LogitlessError, first_line
 from logitless.readings.table import Table
 from logitless.rows import Rows
-from logitless.tools.score.files import REJECTED, STATISTICS, Record, Reject
+from logitless.tools.score.files import STATISTICS, Record, Reject
 from logitless.tools.untrusted import check_weights
 
+T = TypeVar("T")
 TooLong = Literal["stop", "truncate", "skip"]
 
 
@@ -72,8 +74,7 @@ class Scorer:
                 folder, **named, local_files_only=True, use_safetensors=True, trust_remote_code=False
             )
         except (OSError, ValueError, KeyError) as error:
-            reason = str(error).strip().splitlines()[0]
-            raise LogitlessError(f"score: the model in {folder} could not be loaded: {reason}") from error
+            raise LogitlessError(f"score: the model in {folder} could not be loaded: {first_line(error)}") from error
         model = patch(model.to(device).eval(), bits="canonical", memory=memory)
         scorer = Scorer(model, temperature, **limits)
         scorer._check_causal()
@@ -81,25 +82,19 @@ class Scorer:
 
     def score(self, records: Sequence[Record | Reject], tokens_per_batch: int, *, skip: bool = False) -> Scored:
         """Results of the records, in their order; ``skip`` rejects a record that cannot be scored, without raising."""
-        fitted = [r if isinstance(r, Reject) else self._fitted(r, skip) for r in records]
+        skipped = LogitlessError if skip else TooManyTokens if self.too_long == "skip" else ()
+        fitted = [r if isinstance(r, Reject) else _tried(skipped, r, self._fit) for r in records]
         kept = [record for record in fitted if isinstance(record, Record)]
-        lines = {reject.index: reject.line() for reject in fitted if isinstance(reject, Reject)}
+        lines: dict[int, bytes | Reject] = {reject.index: reject for reject in fitted if isinstance(reject, Reject)}
         nothing = {name: [] for name in self._columns}
-        lines |= {record.index: self._result(record, nothing, skip) for record in kept if not record.response}
-        for batch in batches(kept, tokens_per_batch):
-            for record, numbers in zip(batch, self._run(batch), strict=True):
-                lines[record.index] = self._result(record, numbers, skip)
-        scored = [record for record in kept if not lines[record.index].startswith(REJECTED)]
+        empty = ((record, nothing) for record in kept if not record.response)
+        ran = (zip(batch, self._run(batch), strict=True) for batch in batches(kept, tokens_per_batch))
+        for record, numbers in itertools.chain(empty, itertools.chain.from_iterable(ran)):
+            lines[record.index] = _tried(skipped, record, _line, numbers, self.too_long == "truncate")
+        scored = [record for record in kept if isinstance(lines[record.index], bytes)]
         tokens = sum(len(record.tokens) for record in scored)
-        return Scored([lines[record.index] for record in records], len(scored), tokens)
-
-    def _fitted(self, record: Record, skip: bool) -> Record | Reject:
-        try:
-            return self._fit(record)
-        except LogitlessError as error:
-            if not skip and not (self.too_long == "skip" and isinstance(error, TooManyTokens)):
-                raise
-            return Reject(record.index, record.place, str(error))
+        ordered = (lines[record.index] for record in records)
+        return Scored([x.line() if isinstance(x, Reject) else x for x in ordered], len(scored), tokens)
 
     @property
     def _columns(self) -> tuple[str, ...]:
@@ -107,14 +102,6 @@ class Scorer:
         table = Table.of(self.stats, 0, None, negative=False, start=0)
         asked = {name for reading in (table.readings if table else ()) for name in reading.names}
         return ("logprob", "entropy", *(name for name in STATISTICS if name in asked))
-
-    def _result(self, record: Record, numbers: dict[str, list[Any]], skip: bool) -> bytes:
-        try:
-            return _line(record, numbers, self.too_long == "truncate")
-        except LogitlessError as error:
-            if not skip:
-                raise
-            return Reject(record.index, record.place, str(error)).line()
 
     @torch.inference_mode()
     def _run(self, batch: Sequence[Record]) -> list[dict[str, list[Any]]]:
@@ -190,6 +177,14 @@ def batches(records: Sequence[Record], tokens_per_batch: int) -> Iterator[list[R
 
 class TooManyTokens(LogitlessError):
     """The error for a record that is longer than it may be."""
+
+
+def _tried(skipped: Any, record: Record, act: Callable[..., T], *more: Any) -> T | Reject:
+    """``act(record, *more)``; where that ends in an error of a class that is skipped, the rejection of the record."""
+    try:
+        return act(record, *more)
+    except skipped as error:
+        return Reject(record.index, record.place, str(error))
 
 
 def _line(record: Record, numbers: dict[str, list[Any]], truncated: bool = False) -> bytes:

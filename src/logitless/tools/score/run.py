@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 from logitless.collectives import table_over
 from logitless.errors import LogitlessError, did_you_mean
@@ -27,8 +27,8 @@ CHANGED = (
 
 CHOICES = {
     "dtype": ("auto", "bfloat16", "float16", "float32"),
-    "turns": ("all", "last"),
-    "too_long": ("stop", "truncate", "skip"),
+    "turns": get_args(Turns),
+    "too_long": get_args(TooLong),
     "on_error": ("stop", "skip"),
 }
 
@@ -193,9 +193,8 @@ def _score_parts(
     """Score and commit this rank's parts; returns their numbers of records and response tokens."""
     if not mine:
         return 0, 0
-    options = {"device": job.device, "dtype": job.dtype, "temperature": job.temperature, "memory": job.memory}
-    limits = {"max_length": job.max_length, "too_long": job.too_long, "stats": job.stats}
-    scorer = Scorer.load(job.model, **options, **limits)
+    names = ("device", "dtype", "temperature", "memory", "max_length", "too_long", "stats")
+    scorer = Scorer.load(job.model, **{name: getattr(job, name) for name in names})
     texts, skip = Texts(job.model, job.special_tokens, job.turns), job.on_error == "skip"
     num_records = num_tokens = done = 0
     report(Progress(0, len(mine), 0, 0))

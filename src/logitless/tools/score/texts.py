@@ -15,7 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from logitless.errors import LogitlessError
+from logitless.errors import LogitlessError, first_line
 
 Turns = Literal["all", "last"]
 
@@ -91,7 +91,7 @@ class Texts:
             options = {"add_generation_prompt": answered, "tokenize": True, "return_dict": True}
             rendered = tokenizer.apply_chat_template(messages, **options)
         except (TemplateError, ValueError, TypeError, KeyError) as error:
-            raise LogitlessError(f"the chat template refuses it: {_first_line(error)}") from None
+            raise LogitlessError(f"the chat template refuses it: {first_line(error)}") from None
         return list(rendered["input_ids"])
 
     @cached_property
@@ -101,7 +101,7 @@ class Texts:
         try:
             tokenizer = AutoTokenizer.from_pretrained(self.folder, local_files_only=True, trust_remote_code=False)
         except (OSError, ValueError, KeyError) as error:
-            raise self._missing(_first_line(error)) from error
+            raise self._missing(first_line(error)) from error
         names = list(tokenizer.vocab_files_names.values())
         # Without its files a tokenizer may still load, with an empty vocabulary: every text would be empty.
         if names and not any((self.folder / name).is_file() for name in names):
@@ -142,7 +142,3 @@ def _check_text(text: str) -> None:
             f"character {error.start} is half of a surrogate pair, \\u{ord(text[error.start]):04x}, which is no text: "
             f"was it cut in the middle of a character?"
         ) from None
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
