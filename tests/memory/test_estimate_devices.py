@@ -72,3 +72,12 @@ def test_rows_alone_tell_the_device():
     rows = ll.Rows.every(torch.zeros(T, dtype=torch.int64))
     assert ll.estimate(ll.logprobs, logits, rows).backend == "tiled"
     assert ll.estimate(ll.logprobs, logits, torch.empty(T, dtype=torch.int64, device="meta")).backend == "triton"
+
+
+def test_a_machine_is_a_device_to_plan_for():
+    """Until it was asked for, explain took any machine for a CPU."""
+    args = (ll.Logits(torch.zeros(3000, 64), torch.zeros(20011, 64)), torch.zeros(3000, dtype=torch.int64))
+    told = {name: str(ll.explain(ll.logprobs, *args, device=name)) for name in ("cpu", "cuda")}
+    assert told["cpu"] != told["cuda"]
+    assert str(ll.explain(ll.logprobs, *args, device=CPU)) == told["cpu"]
+    assert str(ll.explain(ll.logprobs, *args, device=H200)) == told["cuda"]

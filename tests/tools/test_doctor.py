@@ -199,6 +199,16 @@ def test_engines_that_are_not_here(monkeypatch):
         assert found.tested
 
 
+def test_an_engine_without_a_version_is_there_whatever_the_environment_asks_for(monkeypatch):
+    """With a wrong list of parts it was said not to be installed."""
+    monkeypatch.setattr(doctor, "is_there", lambda name: True)
+    monkeypatch.setattr(doctor, "_version", lambda name: None)
+    monkeypatch.setenv("LOGITLESS_ENGINE", "nonsense")
+    found = doctor._engine("vllm")
+    assert (found.found, found.installs) == ("of unknown version", False)
+    assert "nonsense" in found.verdict
+
+
 def test_a_host_that_would_be_refused_says_why(monkeypatch):
     from logitless.adapters import transformers
 

@@ -12,7 +12,7 @@ import pytest
 from logitless.errors import LogitlessError
 from logitless.tools.cli import main
 from logitless.tools.score.against import Compared, compare, report_text, write
-from logitless.tools.score.files import check_field
+from logitless.tools.score.files import check_field, read_fields
 from logitless.tools.score.run import Summary
 
 RESULT = {"index": 0, "tokens": [5, 6], "logprob": [-1.0, -2.0], "entropy": [1.0, 1.0]}
@@ -79,6 +79,16 @@ def test_a_field_that_no_record_has_is_named_before_anything_is_scored(tmp_path:
     # Records that cannot be read at all are for those who score them.
     data.write_text("{\n")
     check_field(data, "x")
+
+
+def test_a_column_that_is_not_there_is_named_beside_those_that_are(tmp_path: Path):
+    """They were said to be none, because only the columns asked for are read."""
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    data = tmp_path / "in.parquet"
+    pq.write_table(pa.table({"prompt": [[1]], "response": [[2]]}), data)
+    for read in (lambda: check_field(data, "x"), lambda: list(read_fields(data, ("prompt", "x")))):
+        with pytest.raises(LogitlessError, match=r"in\.parquet has no field 'x'; it has 'prompt', 'response'\.$"):
+            read()
 
 
 def test_the_command_names_the_field_first(tmp_path: Path, run_score):

@@ -73,7 +73,9 @@ class Estimate:
         return "\n".join(lines)
 
 
-def explain(verb: Callable[..., Any], *args: Any, device: Literal["cuda", "cpu"] | None = None, **options: Any) -> Plan:
+def explain(
+    verb: Callable[..., Any], *args: Any, device: Literal["cuda", "cpu"] | Machine | None = None, **options: Any
+) -> Plan:
     """Which route a call takes, and why. Computes nothing.
 
     Args:
@@ -87,9 +89,8 @@ def explain(verb: Callable[..., Any], *args: Any, device: Literal["cuda", "cpu"]
     forward
     """
     _check("explain", verb, device)
-    # Tensors that are all on meta stand for those of a GPU.
-    kind = device or ("cuda" if _real_device((args, options)) is None else None)
-    with Dry(kind, None if kind is None else _machine(kind), stop=True) as dry:
+    machine = _machine(device, (args, options))
+    with Dry(_kind(machine), machine, stop=True) as dry:
         verb(*args, **options)
     if dry.plan is None:
         name = getattr(verb, "__name__", type(verb).__name__)
@@ -133,9 +134,8 @@ def estimate(
             'estimate: backend="reference" is for checking results, and its memory is not predicted. Ask for "auto", '
             '"tiled" or "triton".'
         )
-    # A call whose tensors are all on meta is one on a GPU.
-    machine = device if isinstance(device, Machine) else _machine(device or _real_device((args, options)) or "cuda")
-    on_gpu = machine is not CPU
+    machine = _machine(device, (args, options))
+    on_gpu = _kind(machine) == "cuda"
     meta = Meta(copies=not on_gpu)
     with Ledger():
         # Tensors that the caller holds are made here, and not counted.
@@ -143,7 +143,7 @@ def estimate(
         names += [f"argument {i}" for i in range(len(names), len(args))]
         positional = [meta(x, name) for x, name in zip(args, names[: len(args)], strict=True)]
         keywords = {name: meta(x, name) for name, x in options.items()}
-    ledger, dry, graded = Ledger(on_gpu), Dry("cuda" if on_gpu else "cpu", machine, dropped), []
+    ledger, dry, graded = Ledger(on_gpu), Dry(_kind(machine), machine, dropped), []
     with dry:
         with ledger:
             out = list(dict.fromkeys(tensors_in(verb(*positional, **keywords))))
@@ -164,13 +164,21 @@ def _check(caller: str, verb: Any, device: Any) -> None:
     if not callable(verb) or isinstance(verb, type):
         raise refused(f"{caller}: verb", "a function", verb, " Pass logitless.logprobs, and then its arguments.")
     if not (device is None or isinstance(device, Machine) or (isinstance(device, str) and device in ("cuda", "cpu"))):
-        raise LogitlessError(f'{caller}: device must be "cuda", "cpu" or None but is {described(device)}.')
+        raise LogitlessError(f'{caller}: device must be "cuda", "cpu", a Machine or None but is {described(device)}.')
 
 
-def _machine(kind: str) -> Machine:
-    """The machine behind a kind of device; a GPU is an H200 where there is none here."""
-    gpu = Machine.of(torch.device("cuda")) if torch.cuda.is_available() else H200
-    return gpu if kind == "cuda" else CPU
+def _machine(device: str | Machine | None, arguments: Any) -> Machine:
+    """The machine that a call is planned for; a GPU is an H200 where there is none here."""
+    if isinstance(device, Machine):
+        return device
+    # A call whose tensors are all on meta is one on a GPU.
+    if (device or _real_device(arguments) or "cuda") != "cuda":
+        return CPU
+    return Machine.of(torch.device("cuda")) if torch.cuda.is_available() else H200
+
+
+def _kind(machine: Machine) -> str:
+    return "cpu" if machine is CPU else "cuda"
 
 
 def _real_device(arguments: Any) -> str | None:

@@ -287,17 +287,18 @@ def _engine(name: str) -> HostFinding:
     tested = tuple(module.HOST.versions)
     if not is_there(module.HOST.package):
         return HostFinding(name, None, tested)
+    version = _version(name) or "of unknown version"
     try:
         parts = asked(name)
     except LogitlessError as error:
-        return HostFinding(name, _version(name), tested, False, (str(error),))
+        return HostFinding(name, version, tested, False, (str(error),))
     remarks = [f"{VARIABLE} asks for {', '.join(parts) or 'nothing'}"]
     if not registered(name):
         remarks.append(f"no entry point {GROUPS[name]} of logitless is installed, so that the engine does not find it")
     refused = {part: why for part in PARTS[name] if (why := _without(module, part)) is not None}
     remarks += [f"no {part}: {why}" for part, why in refused.items()]
     fits = not refused.keys() & set(parts) and len(refused) < len(PARTS[name])
-    return HostFinding(name, _version(name) or "of unknown version", tested, fits, tuple(remarks))
+    return HostFinding(name, version, tested, fits, tuple(remarks))
 
 
 def _without(module: Any, part: str) -> str | None:

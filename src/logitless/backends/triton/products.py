@@ -26,6 +26,7 @@ from logitless.backends.triton.dz_products import columns_pay as columns_pay
 from logitless.backends.triton.dz_products import rows_pay as rows_pay
 from logitless.backends.triton.dz_products import times_weight as times_weight
 from logitless.backends.triton.launching import describable, described, interpreted, launch, of_rows
+from logitless.errors import first_line
 from logitless.machine import gradient_from_tiles_sizes, multiprocessors
 from logitless.product_table import ProductSizes, product_sizes
 from logitless.softmax import WIDTH, Coefficients, Normaliser
@@ -67,7 +68,7 @@ def refusal(step: Callable[[], object]) -> str | None:
     try:
         step()
     except (importlib.import_module("triton").TritonError, RuntimeError) as error:
-        return f"{type(error).__name__}: {str(error).strip().splitlines()[0][:160]}"
+        return f"{type(error).__name__}: {first_line(error)[:160]}"
     return None
 
 

@@ -213,7 +213,14 @@ def _without(place: str, key: str, names: Iterable[str], what_for: str = "", hin
 
 
 def _rows_of(path: Path, keys: tuple[str, ...]) -> Iterator[Row]:
-    return _parquet_columns(path, _open_parquet(path), keys) if path.suffix == ".parquet" else _lines(path)
+    """The records of a file; a Parquet file must have these columns, and is read no further than them."""
+    if path.suffix != ".parquet":
+        return _lines(path)
+    file = _open_parquet(path)
+    for key in keys:
+        if key not in file.schema_arrow.names:
+            raise _without(path.name, key, file.schema_arrow.names)
+    return _parquet_columns(path, file, keys)
 
 
 def check_format(what: str, path: Path) -> None:
