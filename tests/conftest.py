@@ -27,8 +27,8 @@ settings.register_profile("suite", deadline=None, derandomize=True, database=Non
 settings.load_profile("suite")
 
 
-# Two files of one name cannot both be searched for doctests.
-collect_ignore = ["conftest.py"]
+# Files of one name cannot all be searched for doctests.
+collect_ignore_glob = ["conftest.py", "*/conftest.py"]
 
 
 def pytest_addoption(parser):

@@ -11,7 +11,7 @@ import logitless
 from logitless.adapters.patching import uninstall_host
 
 # Packages for the tests to import, not tests.
-collect_ignore_glob = ["doubles/*"]
+collect_ignore_glob = ["doubles/*", "conftest.py"]
 
 
 @pytest.fixture(autouse=True)
