@@ -46,7 +46,7 @@ NOWHERE = -800.0
 class Case:
     """One call, as plain data. ``heads`` are (temperature, scale, softcap) of student and teacher; ``lora`` is the rank
     of an adapter on the student's head, ``held`` names what has no gradient. ``alone``: nothing but the divergence is
-    in the loss, and no entropy is asked for.
+    in the loss, and no entropy is asked for. ``match`` has what the logits of student and teacher are rounded to.
     """
 
     seed: int = 0
@@ -74,6 +74,7 @@ class Case:
     lora: int = 0
     held: tuple[str, ...] = ()
     alone: bool = False
+    match: tuple[str | None, str | None] = (None, None)
 
     def __str__(self) -> str:
         said = [f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if getattr(self, f.name) != f.default]
@@ -85,12 +86,16 @@ def draw(seed: int) -> Case:
     case = _drawn(seed, r)
     # Drawn last, so that what older seeds draw besides stays.
     adapter = case.path != "logits" and case.dtype != "bfloat16"
-    return replace(
+    case = replace(
         case,
         lora=r.choice((0, 0, 1, 3)) if adapter else 0,
         held=r.choice(((), (), ("hidden",), ("hidden", "a"), ("b",), ("a",))) if case.path != "logits" else (),
         alone=r.random() < 0.4 and case.path != "loss",
     )
+    # In float64 the oracle's products are ours, so that nearly all of them are rounded to the same side.
+    rounds = case.dtype == "float64" and case.path != "logits" and r.random() < 0.5
+    match = r.choice((None, "bfloat16", "float16")), r.choice((None, "bfloat16", "float16"))
+    return replace(case, match=match) if rounds else case
 
 
 def _drawn(seed: int, r: random.Random) -> Case:
@@ -265,7 +270,10 @@ def teacher_of(case: Case, x: Inputs) -> ll.Teacher | Teachers:
     head, more = head_of(case, x, 1), {"at": x.at} if case.at else {}
     more |= {} if case.tail == "renormalise" else {"tail": case.tail}
     made = [
-        ll.Teacher(tokens if weight is None else ll.Logits(tokens, weight), head=head, ids=ids, kept=own, **more)
+        ll.Teacher(
+            tokens if weight is None else ll.Logits(tokens, weight, match=case.match[1]),  # pyright: ignore[reportArgumentType]
+            **{"head": head, "ids": ids, "kept": own, **more},
+        )
         for tokens, weight, ids in members_of(case, x)
     ]
     return made[0] if len(made) == 1 else ll.Teacher.by_row(made, x.which)
@@ -290,7 +298,7 @@ def ours(case: Case, x: Inputs) -> Answer:
         return _answer(case, leaves, out, total_of(case, out, x))
     if case.lora:
         weight = ll.LoRA(weight, leaves["a"], leaves["b"], scale=SCALE)
-    shared |= {"bias": bias, "bits": "canonical" if case.canonical else "fast"}
+    shared |= {"bias": bias, "bits": "canonical" if case.canonical else "fast", "match": case.match[0]}
     if case.path == "loss":
         objective = ll.Objective(policy="reinforce", entropy_coef=0.2, divergence=what, divergence_coef=0.7)
         loss, _, out = loss_from_hidden(
@@ -347,7 +355,8 @@ def right(case: Case, x: Inputs, dtype: torch.dtype) -> tuple[Answer, Tensor]:
     logits = leaves["hidden"] if case.path == "logits" else leaves["hidden"] @ leaves["weight"].T
     if case.lora:
         logits = logits + SCALE * (leaves["hidden"] @ leaves["a"].T) @ leaves["b"].T
-    z = _shaped(case, x, 0, logits[x.index] + leaves.get("bias", torch.zeros((), dtype=dtype)))
+    logits = _rounded(logits[x.index] + leaves.get("bias", torch.zeros((), dtype=dtype)), case.match[0])
+    z = _shaped(case, x, 0, logits)
     log_p, log_q, over, entropy_of, whole_q = _distributions(case, x, z, dtype)
     counted, at = x.target != NONE, x.target.clamp_min(0)[:, None]
     listed, of_q = _at_target(case, x, log_p, log_q, at)
@@ -392,7 +401,10 @@ def _distributions(case: Case, x: Inputs, z: Tensor, dtype: torch.dtype) -> tupl
 
 def _made_by(case: Case, x: Inputs, dtype: torch.dtype) -> list[Tensor]:
     """Logits of the teachers, of the tokens beside the rows."""
-    made = [y.to(dtype) if w is None else y.to(dtype) @ w.to(dtype).T for y, w, _ in members_of(case, x)]
+    made = [
+        y.to(dtype) if w is None else _rounded(y.to(dtype) @ w.to(dtype).T, case.match[1])
+        for y, w, _ in members_of(case, x)
+    ]
     return [_shaped(case, x, 1, y[x.at if case.at else x.index]).detach() for y in made]
 
 
@@ -425,6 +437,14 @@ def _at_target(case: Case, x: Inputs, log_p: Tensor, log_q: Tensor, at: Tensor) 
         torch.where(hit.any(1), torch.where(hit, y[:, : hit.shape[1]], 0.0).sum(1), missing) for y in (log_p, log_q)
     ]
     return found[0], found[1]
+
+
+def _rounded(logits: Tensor, match: str | None) -> Tensor:
+    """With the gradient of logits that were not."""
+    if match is None:
+        return logits
+    moved = logits.detach().to(getattr(torch, match)).to(logits) - logits.detach()
+    return logits + torch.where(logits.isfinite(), moved, 0.0)
 
 
 def _shaped(case: Case, x: Inputs, number: int, logits: Tensor) -> Tensor:

@@ -114,7 +114,7 @@ class Teacher:
         if self.head is not None and not isinstance(self.head, Head):
             raise LogitlessError(f"Teacher: head must be a Head or None but is {type(self.head).__name__}.")
         if isinstance(x, Logits):
-            _check_linear(x)
+            _check_linear(x, self.head or Head())
             self._take_factor(x, self.head or Head())
         if self.ids is not None:
             self._check_ids(self.ids)
@@ -229,7 +229,14 @@ class Teacher:
         return (self.logits.hidden if isinstance(self.logits, Logits) else self.logits).detach()
 
     def _take_factor(self, x: Logits, head: Head) -> None:
-        """A factor that logits carry comes before the softcap, as the head's scale does."""
+        """A factor that logits carry comes before the softcap, as the head's scale does; a softcap that their model has
+        applied becomes the head's."""
+        if x.squash:
+            cap = x.gain * head.scale
+            capped = replace(head, softcap=cap, scale=x.squash * cap)
+            object.__setattr__(self, "head", capped)
+            object.__setattr__(self, "logits", like(x, gain=1.0, squash=0.0))
+            return
         if isinstance(x.gain, Tensor) and head.softcap is not None:
             raise LogitlessError(
                 "Teacher: head has a softcap, and the Logits carry one factor per row already. Give both in one place: "
@@ -276,7 +283,7 @@ def _check_tail(name: str, tail: object) -> None:
         raise LogitlessError(f"{name}: tail must be 'bucket' or 'renormalise' but is {tail!r}.{hint}")
 
 
-def _check_linear(logits: Logits) -> None:
+def _check_linear(logits: Logits, head: Head) -> None:
     """Raise for Logits whose head does not go with their hidden states, or is of a kind that a teacher cannot have."""
     hidden, weight, bias = logits.hidden, logits.weight, logits.linear.bias
     if isinstance(weight, LoRA):
@@ -284,8 +291,11 @@ def _check_linear(logits: Logits) -> None:
             "Teacher: the weight of its Logits is a LoRA, which is not followed here. Merge it into one weight, "
             "weight + scale * b @ a."
         )
-    if logits.squash:
-        raise LogitlessError("Teacher: its Logits went through tanh. Pass them before it, and head=Head(softcap=...).")
+    if logits.squash and (head.softcap is not None or isinstance(logits.gain, Tensor) or logits.gain * head.scale <= 0):
+        raise LogitlessError(
+            "Teacher: its Logits went through tanh, and then through what one softcap does not say: another softcap, "
+            "one factor per row, or a negative one. Pass them before it, and head=Head(softcap=..., temperature=...)."
+        )
     if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
         raise LogitlessError(
             f"Teacher: weight must be [W, {hidden.shape[-1]}] to go with hidden of size {hidden.shape[-1]} but is "

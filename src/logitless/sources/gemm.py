@@ -51,7 +51,8 @@ def multiply(a: Tensor, b: Tensor, out: Tensor, *, wide: bool, add: bool = False
         elif a.dtype == out.dtype == _wide(out.dtype):
             torch.addmm(out, a, b, out=out) if add else torch.mm(a, b, out=out)
         else:
-            product = torch.mm(a.to(_wide(out.dtype)), b.to(_wide(out.dtype)))
+            sums = torch.promote_types(a.dtype, _wide(out.dtype))
+            product = torch.mm(a.to(sums), b.to(sums))
             out.add_(product) if add else out.copy_(product)
 
 

@@ -190,6 +190,11 @@ class Projection:
             wide.add_(self.bias[columns])
         if wide is not out:
             out.copy_(wide)
+        linear = self.call.linear
+        if linear is not None and linear.match is not None and out.dtype != self.call.logits_dtype:
+            # Beside the logits of another model, room for both is wide.
+            for part in out.split(SLAB, 1):
+                part.copy_(part.to(self.call.logits_dtype))
 
     def parts(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """The columns of hidden rows, or of their gradient, that belong to the weight, and those of a LoRA."""
