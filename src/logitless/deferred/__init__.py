@@ -4,7 +4,7 @@ model     ``defer``: a head that returns ``Logits``            column_parallel  
 read      numbers of each row of ``Logits``, from readings   served            torch's functions by name
 lazy      tensors that are computed only if they are read    distribution      softmax and log_softmax of ``Logits``
 pending   numbers of parts, which are read together          losses            cross_entropy and nll_loss
-bound     a forward of one module alone
+bound     a forward of one module alone                divergence        what distillation writes of two models
 """
 
 from logitless.deferred.model import Deferral, defer, is_without_logits, undefer

@@ -56,8 +56,10 @@ class Distribution(Lazy):
         return x if self.factor == 1.0 else x * self.factor
 
     def answer(self, name: str, args: Any, kwargs: Any) -> Any:
-        if name in ("mul", "multiply", "__mul__", "__rmul__") and len(args) == 2:
-            return _product(*args)
+        if name in PAIRS and len(args) == 2:
+            return applied(PAIRS[name], args, kwargs)
+        if name == "broadcast_tensors":
+            return _broadcast(*args)
         # A distribution elsewhere among the arguments is no answer of its own.
         if not args or args[0] is not self:
             return NotImplemented
@@ -117,7 +119,7 @@ def _same_gain(a: Stands, b: Stands) -> bool:
     return a.gain is b.gain or (not isinstance(a.gain, Tensor) and not isinstance(b.gain, Tensor) and a.gain == b.gain)
 
 
-def _product(one: Any, other: Any) -> Any:
+def product(one: Any, other: Any) -> Any:
     """By a number; or of a distribution with its logarithm or its logits, as entropies are written."""
     if not isinstance(one, Distribution):
         one, other = other, one
@@ -136,7 +138,7 @@ def _product(one: Any, other: Any) -> Any:
 
 
 def _divided(x: Distribution, by: Any, **kwargs: Any) -> Any:
-    return NotImplemented if kwargs or not isinstance(by, (int, float)) or by == 0 else _product(x, 1 / by)
+    return NotImplemented if kwargs or not isinstance(by, (int, float)) or by == 0 else product(x, 1 / by)
 
 
 def _scaled(x: Distribution, found: Tensor) -> Tensor:
@@ -161,6 +163,39 @@ def _exp(x: Distribution) -> Any:
 
 def _log(x: Distribution) -> Any:
     return distribution(x.source, "log p") if (x.form, x.factor) == ("p", 1.0) else NotImplemented
+
+
+def _again(form: str) -> Callable[..., Any]:
+    """``softmax`` or ``log_softmax`` of log-probs, whose probabilities add up to 1 already."""
+
+    def rule(x: Distribution, dim: Any = None, *rest: Any, **kwargs: Any) -> Any:
+        # Among the positions is the depth of the stack, for warnings.
+        casts = any(y is not None and type(y) is not int for y in (*rest, kwargs.get("dtype")))
+        fits = (x.form, x.factor) == ("log p", 1.0) and over_last(x, dim) and not casts
+        return distribution(x.source, form) if fits else NotImplemented
+
+    return rule
+
+
+def _clamp(x: Distribution, min: Any = None, max: Any = None, **kwargs: Any) -> Any:
+    """From the smallest number of the dtype on, by which code keeps ``0 * log(0)`` from being NaN: entropies do."""
+    fits = x.form == "log p" and x.factor == 1.0 and max is None and not kwargs
+    return x if fits and min == torch.finfo(x.dtype).min else NotImplemented
+
+
+def _equal(x: Distribution, other: Any) -> Any:
+    """A distribution and itself, by which code looks for NaN: one answer for a whole row, and no memory."""
+    if other is not x or x.form not in OF_IDS:
+        return NotImplemented
+    return ask(x.source, "log_z").isfinite()[..., None].expand(x.shape)
+
+
+def _broadcast(*tensors: Any) -> Any:
+    """Smaller tensors in the shape of a distribution, which is as it was."""
+    shape = torch.broadcast_shapes(*(x.shape for x in tensors))
+    if any(isinstance(x, (Lazy, Logits)) and x.shape != shape for x in tensors):
+        return NotImplemented
+    return tuple(x if isinstance(x, (Lazy, Logits)) else x.expand(shape) for x in tensors)
 
 
 def _neg(x: Distribution) -> Any:
@@ -320,8 +355,17 @@ def _taken(x: Any, ids: Tensor) -> Tensor:
     return ask(x, "logit", ids) if isinstance(x, Logits) else x.gather(-1, ids)
 
 
+PAIRS: dict[str, Callable[..., Any]] = {}
+"""Functions of two arguments, of which either may be the distribution; filled by ``served``."""
+
 ANSWERS: dict[str, Callable[..., Any]] = {
     "gather": _gather,
+    "take_along_dim": lambda x, index, dim=None: _gather(x, dim, index),
+    "softmax": _again("p"),
+    "log_softmax": _again("log p"),
+    "clamp": _clamp,
+    "eq": _equal,
+    "__eq__": _equal,
     "__getitem__": columns,
     "exp": _exp,
     "log": _log,

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from logitless.deferred.distribution import Distribution
+from logitless.deferred.divergence import soft_cross_entropy
 from logitless.deferred.lazy import Lazy
 from logitless.deferred.read import readable, result_dtype
 from logitless.operands import Logits, LoRA
@@ -79,6 +80,8 @@ def cross_entropy(
     x = input.source if isinstance(input, Turned) else input
     if not readable(x) or size_average is not None or reduce is not None:
         return NotImplemented
+    if isinstance(target, Distribution) and x is input and x.dim() < 3 and weight is None and not label_smoothing:
+        return soft_cross_entropy(x, target, reduction)
     labels = isinstance(target, Tensor) and target.dtype == torch.int64 and target.shape == x.shape[:-1]
     if not labels or (x.dim() > 2 and not isinstance(input, Turned)) or reduction not in ("none", "mean", "sum"):
         return NotImplemented

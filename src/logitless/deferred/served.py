@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from logitless.deferred import distribution, losses
+from logitless.deferred import distribution, divergence, losses
 from logitless.deferred.distribution import Distribution
 from logitless.deferred.later import COMPARISONS, Later, picked_later
 from logitless.deferred.lazy import Lazy
 from logitless.deferred.metrics import in_parts, metric, untracked
 from logitless.deferred.pending import numbers
-from logitless.deferred.read import ask, here, over_last, readable
+from logitless.deferred.read import SOFTMAX, ask, here, memo_of, over_last, readable
 from logitless.errors.arguments import FLOATS
 from logitless.operands import Logits
 from logitless.operands.logits import SERVED, count_made
@@ -50,7 +50,28 @@ def _logsumexp(x: Any, dim: Any = None, keepdim: bool = False, **kwargs: Any) ->
     if kwargs or not over_last(x, dim):
         return NotImplemented
     found = numbers(x, "log_z")
+    if type(found) is torch.Tensor:
+        memo_of(x)[LOG_Z] = found, found._version
     return found.unsqueeze(-1) if keepdim else found
+
+
+LOG_Z = "log Z that was handed out"
+"""Noted of logits, with its version, so that logits less this tensor are known to be their log-probs."""
+
+
+def _less_log_z(x: Any, other: Any = None, **kwargs: Any) -> Any:
+    """``logits - logits.logsumexp(-1, keepdim=True)``, the log-probs."""
+    z, version = memo_of(x).get(LOG_Z, (None, 0))
+    if z is None or type(other) is not torch.Tensor or other._base is not z or other._version != version or kwargs:
+        return NotImplemented
+    aligned = other.shape == (*x.shape[:-1], 1) and other.stride()[:-1] == z.stride()
+    # Read without a graph, or detached, its share of the gradient is left out.
+    graphs = z.requires_grad == other.requires_grad == (x.requires_grad and torch.is_grad_enabled())
+    if not aligned or not graphs:
+        return NotImplemented
+    memo_of(x)[SOFTMAX] = True
+    dtype = torch.promote_types(x.dtype, other.dtype)
+    return distribution.distribution(x if dtype == x.dtype else x.to(dtype), "log p")
 
 
 def _gather(x: Any, dim: Any = None, index: Any = None, **kwargs: Any) -> Any:
@@ -136,6 +157,8 @@ SERVED.update(
         "mean": _of_logits(_mean),
         "linalg_vector_norm": _of_logits(_vector_norm),
         "norm": _of_logits(_norm),
+        "take_along_dim": _of_logits(lambda x, index, dim=None: _gather(x, dim, index)),
+        **dict.fromkeys(("sub", "subtract", "__sub__"), _of_logits(_less_log_z)),
         "mul": _times,
         "multiply": _times,
         "__mul__": _times,
@@ -147,3 +170,5 @@ SERVED.update(
 )
 
 distribution.ANSWERS["nll_loss"] = losses.nll_loss
+distribution.ANSWERS["kl_div"] = divergence.kl_div
+distribution.PAIRS.update(divergence.PAIRS)
