@@ -120,8 +120,7 @@ def logprobs(
 def _logprobs(logits: Any, rows: Any, asked: Asked) -> TokenStats:
     if torch.compiler.is_compiling():
         return _answered(logits, rows, asked)
-    if torch._C._are_functorch_transforms_active():
-        refuse_transforms("logprobs")
+    refuse_transforms("logprobs")
     try:
         return _answered(logits, rows, asked)
     except BaseException as error:
@@ -137,11 +136,8 @@ def _default(logits: Any, asked: Asked) -> str:
 
 
 def _answered(logits: Any, rows: Any, asked: Asked) -> TokenStats:
-    shard = getattr(logits, "shard", None)
-    if shard is None or not getattr(shard, "check_calls", False):
-        call, plan, operands = resolve_score(logits, rows, asked)
-    else:
-        call, plan, operands = together(partial(resolve_score, logits, rows, asked), shard, "logprobs", _score_facts)
+    resolved = partial(resolve_score, logits, rows, asked)
+    call, plan, operands = together(resolved, getattr(logits, "shard", None), "logprobs", _score_facts)
     if ACTIVE and under_way() is not None:
         announce(call, replace(plan, collectives=over_vocabulary(call, plan, operands)))
     stats = score(call, plan, operands)
@@ -172,10 +168,8 @@ def with_teacher(call: Call, operands: Operands) -> Call:
         return call
     sent = teacher.top_k
     ids = Sent.of(sent, call.rows.target, call.gain.dtype).ids
-    own = call.asked
-    table = Table.of(
-        own.stats, own.top_k or 0, ids, negative=call.negative, start=call.start, rest=sent.tail == "bucket"
-    )
+    own, rest = call.asked, sent.tail == "bucket"
+    table = Table.of(own.stats, own.top_k or 0, ids, negative=call.negative, start=call.start, rest=rest)
     call = replace(call, table=table)
     if call.linear is None:
         return call
