@@ -18,11 +18,13 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from logitless.collectives import agree_if, resolve_group, sum_over, table_over
 from logitless.errors import LogitlessError, no_second_derivative
 from logitless.errors.arguments import check_flags, dense, described, sequence
+from logitless.rows.layouts import num_ranks
 
 GradRule = Literal["sum", "slice"] | None
 
@@ -39,7 +41,9 @@ def exchanged(
 
     def prepare() -> tuple[Tensor, ...]:
         whole_lengths(caller, rows)
-        _check_split(caller, rows, to, 1 if process_group is None else process_group.size())
+        if to is not None:
+            _check_same_samples(rows, to)
+        check_ranks(f"Rows.{caller}", rows, process_group)
         return _check_fields(caller, x, len(rows))
 
     def facts(fields: tuple[Tensor, ...]) -> dict[str, Any]:
@@ -79,21 +83,24 @@ def end_to_end(caller: str, parts: Sequence[Tensor], lengths: Sequence[int], has
     return torch.cat(list(parts))
 
 
-def _check_split(caller: str, rows: Any, to: Any, world: int) -> None:
-    """Raise unless ``to``, if there is one, is of the same samples and split over as many ranks, and ``rows`` over all
-    ``world`` of them."""
-    size = 1 if rows.cp is None else rows.cp.size
-    if to is not None and rows.response_lengths != to.response_lengths:
+def check_ranks(caller: str, rows: Any, group: dist.ProcessGroup | None) -> None:
+    """Raise unless these rows are split over as many ranks as the group has."""
+    size, world = num_ranks(rows.cp), 1 if group is None else group.size()
+    if size != world:
+        raise LogitlessError(f"{caller}: these rows are split over {size} ranks but group has {world}.")
+
+
+def _check_same_samples(rows: Any, to: Any) -> None:
+    """Raise unless ``to`` is of the same samples, and split over as many ranks if both are split."""
+    if rows.response_lengths != to.response_lengths:
         raise LogitlessError(
             f"Rows.redistribute: to= was made for responses of {list(to.response_lengths or ())} tokens but these "
             f"rows for {list(rows.response_lengths)}. Both must describe the same samples."
         )
-    if to is not None and to.cp is not None and rows.cp is not None and to.cp.size != size:
+    if to.cp is not None and rows.cp is not None and to.cp.size != rows.cp.size:
         raise LogitlessError(
-            f"Rows.redistribute: these rows are split over {size} ranks but to= over {to.cp.size} ranks."
+            f"Rows.redistribute: these rows are split over {rows.cp.size} ranks but to= over {to.cp.size} ranks."
         )
-    if size != world:
-        raise LogitlessError(f"Rows.{caller}: these rows are split over {size} ranks but group has {world}.")
 
 
 def _check_fields(caller: str, x: Tensor | Sequence[Tensor], num_rows: int) -> tuple[Tensor, ...]:
@@ -156,7 +163,7 @@ def check_one_batch(rows: Any, group: Any) -> None:
 
     Every rank sees the same table, so every rank raises the same error, or none does.
     """
-    scheme = (type(rows.cp).__name__, 1 if rows.cp is None else rows.cp.size)
+    scheme = (type(rows.cp).__name__, num_ranks(rows.cp))
     rank, world = 0 if rows.cp is None else rows.cp.rank, group.size()
     mine = (rank, scheme, rows.num_tokens, rows.spans, rows.response_lengths, *rows.batch.fingerprints())
     ranks, schemes, num_tokens, *by_sample = zip(*table_over(group, mine), strict=True)
@@ -165,8 +172,7 @@ def check_one_batch(rows: Any, group: Any) -> None:
         raise LogitlessError(
             f"Rows.check_over: ranks 0 .. {world - 1} of the group made rows of ranks {list(ranks)} of the split."
         )
-    if scheme[1] != world:
-        raise LogitlessError(f"Rows.check_over: these rows are split over {scheme[1]} ranks but group has {world}.")
+    check_ranks("Rows.check_over", rows, group)
     for what, by_rank in zip(("padded length", "response length", "tokens", "loss mask"), by_sample, strict=True):
         _check_same("the number of samples", [len(values) for values in by_rank])
         for sample, values in enumerate(zip(*by_rank, strict=True)):
