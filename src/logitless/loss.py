@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, overload
 import torch
 from torch import Tensor
 
-from logitless.call import MEMORY, PLAIN, Asked, Call, Operands, resolve, together
+from logitless.call import PLAIN, Asked, Call, Operands, default_memory, resolve, together
 from logitless.call.dry import ACTIVE, announce, under_way
 from logitless.call.unchanged import Unchanged
 from logitless.collectives import agree_if, fingerprint, resolve_group
@@ -133,7 +133,8 @@ def policy_loss(
         teacher: for an objective with a ``divergence``, as for :func:`logprobs`. Four products instead of six. With K
             log-probs of a teacher, three products, of the student alone.
         memory: bound on what is held of a chunk of rows: its logits or, where that makes for short chunks, 16-bit
-            exponentials of them. Gradients and their accumulators come on top. None: 1GiB.
+            exponentials of them. Gradients and their accumulators come on top. None: 16MiB on logits that exist,
+            1GiB from hidden states.
         drop_zeros: leave rows whose gradient is exactly zero (clipped, zero advantage, masked) out of the last two
             products. Their number is fetched per chunk while the device goes on; of the last one only where chunks
             before it had some, of a single one only where it is large. A CUDA graph can fetch nothing, and
@@ -176,9 +177,8 @@ def _policy_loss(logits: Any, rows: Any, asked: Asked, batch: Batch, return_stat
         return (loss, metrics, stats) if return_stats else (loss, metrics)
     except BaseException as error:
         changed = written is not None and version_of(written) != before
-        add_note(
-            error, NAME, MEMORY["chunk"] if asked.memory is None else asked.memory, "weight_grad" if changed else None
-        )
+        memory = default_memory(logits, chunks=True) if asked.memory is None else asked.memory
+        add_note(error, NAME, memory, "weight_grad" if changed else None)
         raise
 
 
@@ -217,8 +217,7 @@ def resolve_loss(logits: Any, rows: Any, asked: Asked, batch: Batch) -> tuple[Ca
             f"{NAME}: label_smoothing spreads the target over the whole vocabulary, and does not work with kept=."
         )
     asked = replace(asked, entropy=objective.entropy, stats=objective.stats, divergence=divergence or "reverse_kl")
-    default = MEMORY["chunk"] if isinstance(logits, Logits) else MEMORY["logits"]
-    call, operands = resolve(NAME, logits, rows, asked, default)
+    call, operands = resolve(NAME, logits, rows, asked, chunks=True)
     if call.linear is not None:
         _check_grad_scale(call.linear)
     if objective.log_z and call.over_support:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from logitless.backends.divergences import Divergence, Kind
-from logitless.call import MEMORY, Asked, Call, Operands, resolve, together
+from logitless.call import Asked, Call, Operands, default_memory, resolve, together
 from logitless.call.dry import ACTIVE, announce, under_way
 from logitless.call.resolve import apart_everywhere
 from logitless.errors.arguments import refuse_transforms
@@ -124,15 +124,9 @@ def _logprobs(logits: Any, rows: Any, asked: Asked) -> TokenStats:
     try:
         return _answered(logits, rows, asked)
     except BaseException as error:
-        add_note(error, "logprobs", _default(logits, asked) if asked.memory is None else asked.memory)
+        default = default_memory(logits, chunks=asked.teacher is not None)
+        add_note(error, "logprobs", default if asked.memory is None else asked.memory)
         raise
-
-
-def _default(logits: Any, asked: Asked) -> str:
-    """The budget where none was asked for."""
-    if not isinstance(logits, Logits):
-        return MEMORY["logits"]
-    return MEMORY["hidden" if asked.teacher is None else "chunk"]
 
 
 def _answered(logits: Any, rows: Any, asked: Asked) -> TokenStats:
@@ -152,7 +146,7 @@ def _score_facts(made: tuple[Call, Plan, Operands]) -> dict[str, Any]:
 
 def resolve_score(logits: Any, rows: Any, asked: Asked) -> tuple[Call, Plan, Operands]:
     """The call of :func:`logprobs`, its route and its operands, all checked. Computes nothing."""
-    call, operands = resolve("logprobs", logits, rows, asked)
+    call, operands = resolve("logprobs", logits, rows, asked, chunks=asked.teacher is not None)
     if asked.teacher is not None:
         call = with_teacher(call, operands)
     return call, score_plan(call), operands
