@@ -68,16 +68,15 @@ def whole_lengths(caller: str, rows: Any) -> tuple[int, ...]:
     return rows.response_lengths
 
 
-def end_to_end(caller: str, parts: Sequence[Tensor], lengths: Sequence[int], has: str) -> Tensor:
+def end_to_end(caller: str, name: str, parts: Sequence[Tensor], lengths: Sequence[int], has: str) -> Tensor:
     """Tensors of each sample, of these lengths, end to end. ``has`` says in an error what a sample has that many of."""
-    name = "parts" if caller == "join" else "responses"
-    wanted = "a list of one tensor for each sample"
-    if len(sequence(parts, f"Rows.{caller}: {name}", wanted)) != len(lengths):
-        raise LogitlessError(f"Rows.{caller}: {name}: got {len(parts)} tensors for {len(lengths)} samples.")
+    argument = f"Rows.{caller}: {name}"
+    if len(sequence(parts, argument, "a list of one tensor for each sample")) != len(lengths):
+        raise LogitlessError(f"{argument}: got {len(parts)} tensors for {len(lengths)} samples.")
     for sample, (part, length) in enumerate(zip(parts, lengths, strict=True)):
-        if dense(part, f"Rows.{caller}: {name}: that of sample {sample}").shape[:1] != (length,):
+        if dense(part, f"{argument}: that of sample {sample}").shape[:1] != (length,):
             came = part.shape[0] if part.dim() == 1 else list(part.shape)
-            raise LogitlessError(f"Rows.{caller}: {name}: sample {sample} has {came} entries but {has.format(length)}.")
+            raise LogitlessError(f"{argument}: sample {sample} has {came} entries but {has.format(length)}.")
     if not parts:
         raise LogitlessError(f"Rows.{caller}: there are no samples, so neither dtype nor device is known.")
     return torch.cat(list(parts))

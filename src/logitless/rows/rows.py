@@ -181,6 +181,7 @@ class Rows:
         ([1, 4, 5], [9, 6, 7], [0, 0, 1])
         """
         check_scheme(cp)
+        check_samples("Rows.packed", tokens)
         batch = Samples.check("Rows.packed", tokens, response_lengths, loss_masks, loss_mask_only)
         spans, total = spans_of(batch, cp, align, cu_seqlens)
         fewest = -(-total // num_ranks(cp))
@@ -349,7 +350,7 @@ class Rows:
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
         """The inverse of :meth:`split`: ``[R]`` from one tensor per sample, an entry for each held response token."""
-        x = end_to_end("join", parts, self.held, "{} response tokens here")
+        x = end_to_end("join", "parts", parts, self.held, "{} response tokens here")
         return x if self.slot is None else x.index_select(0, self.slot)
 
     def from_responses(self, responses: Sequence[Tensor]) -> Tensor:
@@ -358,7 +359,7 @@ class Rows:
         Under context parallelism or ``loss_mask_only`` this picks the tokens that are scored here.
         """
         lengths = whole_lengths("from_responses", self)
-        whole = end_to_end("from_responses", responses, lengths, "a response of {} tokens")
+        whole = end_to_end("from_responses", "responses", responses, lengths, "a response of {} tokens")
         return whole.index_select(0, self.response.to(whole.device))  # pyright: ignore[reportOptionalMemberAccess]
 
     def gather(self, x: Tensor | Sequence[Tensor], group: Any, *, grad: GradRule, check: bool = False) -> Any:

@@ -79,8 +79,8 @@ class Samples:
         loss_masks: Sequence[Tensor | Sequence[int]] | None,
         loss_mask_only: bool,
     ) -> Samples:
+        """The batch, of a list that :func:`check_samples` has let through."""
         check_flags(caller, loss_mask_only=loss_mask_only)
-        check_samples(caller, tokens)
         if not hasattr(response_lengths, "__len__") or getattr(response_lengths, "shape", None) == ():
             raise LogitlessError(
                 f"{caller}: response_lengths must be a list, the response tokens of each sample, but is "
