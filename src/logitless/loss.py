@@ -205,7 +205,9 @@ def resolve_loss(logits: Any, rows: Any, asked: Asked, batch: Batch) -> tuple[Ca
     """The call of :func:`policy_loss`, its route, its operands and the objective's inputs, all checked."""
     objective = batch.objective
     if not isinstance(objective, Objective | Preference):
-        raise _no_objective(objective)
+        hint = f" Pass Objective.recipe({objective!r})." if isinstance(objective, str) else ""
+        came = type(objective).__name__
+        raise LogitlessError(f"{NAME}: objective must be an Objective or a Preference but is {came}.{hint}")
     divergence = getattr(objective, "divergence", None)
     if (asked.teacher is None) != (divergence is None):
         came = "no teacher" if asked.teacher is None else "a teacher"
@@ -277,8 +279,7 @@ def _one_pass(
         call, order = grouped(teacher, call)
         inputs = inputs if order is None else inputs.ordered(order)
         beside = teacher_rows(teacher, call)
-    *values, metrics, names = _OnePass.apply(*operands[1:], scale, call, plan, inputs, batch, beside)  # pyright: ignore[reportGeneralTypeIssues]
-    loss, *values = values
+    loss, *values, metrics, names = _OnePass.apply(*operands[1:], scale, call, plan, inputs, batch, beside)  # pyright: ignore[reportGeneralTypeIssues]
     stats = TokenStats(**dict(zip(names, values, strict=True)))
     return loss, metrics, stats if order is None else ungrouped(stats, order)
 
@@ -338,8 +339,7 @@ class _OnePass(torch.autograd.Function):
         # A checkpoint that runs forward again saves the mark of that run: another one than this.
         ctx.run = object()
         mark = torch.tensor(id(ctx.run), device="cpu")
-        made = {"hidden": d_hidden, "weight": d_weight if buffer is None else None, "bias": d_bias, "low": d_low}
-        ctx.save_for_backward(*made.values(), out.scale, mark)
+        ctx.save_for_backward(d_hidden, d_weight if buffer is None else None, d_bias, d_low, out.scale, mark)
         ctx.call, ctx.shapes = call, (hidden.shape, None if y is None else y.shape)
         ctx.dtypes = [None if x is None else x.dtype for x in (hidden, weight, bias, b)]
         # rows.index is the only argument that backward reads again.
@@ -407,13 +407,6 @@ def _scaled(call: Call, x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor
     as_rows = (x, out) if x.dim() == 2 else (x[:, None], out[:, None])
     call.backend.rescale(as_rows[0], factor, as_rows[1])
     return out
-
-
-def _no_objective(objective: Any) -> LogitlessError:
-    hint = f" Pass Objective.recipe({objective!r})." if isinstance(objective, str) else ""
-    return LogitlessError(
-        f"{NAME}: objective must be an Objective or a Preference but is {type(objective).__name__}.{hint}"
-    )
 
 
 def _check_grad_scale(linear: Linear) -> None:
