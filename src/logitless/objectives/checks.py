@@ -116,9 +116,13 @@ def resolve_bounds(name: str, bounds: Any, default: tuple[float, ...]) -> tuple[
     """The bounds of a named correction, as many as its default has."""
     if bounds is None:
         return default
-    values = tuple(bounds) if isinstance(bounds, tuple | list) else (bounds,) if len(default) == 1 else (0.0, bounds)
+    alone = len(default) == 1
+    if isinstance(bounds, tuple | list):
+        values = tuple(bounds)
+    else:
+        values = (bounds,) if alone else (0.0, bounds)
     if len(values) != len(default):
-        wanted = "one number" if len(default) == 1 else "(low, high) or the high bound alone"
+        wanted = "one number" if alone else "(low, high) or the high bound alone"
         raise LogitlessError(f"Objective: correction_bounds of {name!r} must be {wanted} but is {bounds!r}.")
     for value in values:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or math.isnan(value) or value < 0:
@@ -166,14 +170,6 @@ def check_stats(caller: str, stats: Any, num_rows: int) -> None:
                 f"{caller}: {name} has shape {list(x.shape)} but there are {num_rows} rows. Pass the results of "
                 f"these rows; results in the shape of a tensor of targets go with Rows.every(target), flattened."
             )
-
-
-def facts_of_results(inputs: Inputs) -> dict[str, Any]:
-    """What ranks that have parts of the same samples must agree on of the results that each of them gives."""
-    return {
-        "whether a gradient is recorded": inputs.logprob.requires_grad,
-        "the dtype of logprob": str(inputs.logprob.dtype),
-    }
 
 
 def check_per_row(term: str, inputs: Inputs, value: Any, what: str = "it returned") -> Tensor:

@@ -280,6 +280,14 @@ RESERVED = frozenset({*vars(Inputs), *Inputs.__dataclass_fields__})
 """Names that fields cannot have: a term would read what :class:`Inputs` has by that name."""
 
 
+def facts_of_results(inputs: Inputs) -> dict[str, Any]:
+    """What ranks that have parts of the same samples must agree on of the results that each of them gives."""
+    return {
+        "whether a gradient is recorded": inputs.logprob.requires_grad,
+        "the dtype of logprob": str(inputs.logprob.dtype),
+    }
+
+
 class _MeanBySample(torch.autograd.Function):
     """Backward is the same function, because it reads counted rows only and writes to counted rows only."""
 

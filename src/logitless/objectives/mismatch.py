@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -210,7 +210,7 @@ def _numbers(
         },
     )
     samples = Metrics.of_rows({}, present, weights={"samples_effective": (by_sample - largest).exp()})
-    both = Metrics(tokens.sums, tokens.means, tokens.maxima, tokens.minima, {**tokens.weights, **samples.weights})
+    both = replace(tokens, weights={**tokens.weights, **samples.weights})
     return both.reduce(group).compute()
 
 

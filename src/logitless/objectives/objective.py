@@ -30,12 +30,11 @@ from logitless.objectives.checks import (
     check_stats,
     elsewhere,
     explained_arguments,
-    facts_of_results,
     sequence_group,
     unknown,
 )
 from logitless.objectives.corrections import CORRECTIONS, rollout_log_ratio
-from logitless.objectives.inputs import KNOWN_FIELDS, Inputs, bounded_exp, results_of
+from logitless.objectives.inputs import KNOWN_FIELDS, Inputs, bounded_exp, facts_of_results, results_of
 from logitless.objectives.kl import KL_TERMS, KLTerm, k3, k3_of, kl_rows
 from logitless.objectives.metrics import Evaluate, Metrics, metrics_of
 from logitless.objectives.mismatch import measures
@@ -242,8 +241,7 @@ class Objective:
         self._check_names(set(given))
         if on_policy:
             del given["old_logprob"]
-        device, complete = rows.target.device, rows.complete
-        num_rows = rows.index.numel()
+        device, complete, num_rows = rows.target.device, rows.complete, len(rows)
         tensors = {name: check_field(name, x, num_rows, device) for name, x in given.items()}
         if stats is not None:
             self._check_stats(stats, num_rows)
@@ -365,7 +363,9 @@ class Objective:
         result = policy_term(self).function(x, **self._keywords)  # pyright: ignore[reportAttributeAccessIssue]
         loss, made = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
         with torch.no_grad():
-            values: Any = (made() if measured else {}) if callable(made) else made
+            values: Any = made
+            if callable(made):
+                values = made() if measured else {}
         if callable(self.policy):
             check_per_row("policy", x, loss, "its loss is")
             for name, value in instance(values, Mapping, "Objective: the metrics that policy returns").items():
@@ -390,12 +390,9 @@ class Objective:
         old, reference, rollout = (x.has(f"{name}_logprob") for name in ("old", "ref", "rollout"))
         if x.has("advantage"):
             means["advantage"] = x.advantage
-        if x.entropy is not None:
-            means["entropy"] = x.entropy
-        if x.divergence is not None:
-            means["divergence"] = x.divergence
-        if x.log_z is not None:
-            means["log_z"] = x.log_z
+        for name in ("entropy", "divergence", "log_z"):
+            if getattr(x, name) is not None:
+                means[name] = getattr(x, name)
         if old:
             log_ratio = x.log_ratio
             difference = -log_ratio

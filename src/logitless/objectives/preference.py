@@ -20,16 +20,8 @@ from torch import Tensor
 from logitless.collectives import agree_if, fingerprint
 from logitless.errors import LogitlessError, did_you_mean
 from logitless.errors.arguments import check_flags, dense
-from logitless.objectives.checks import (
-    check_field,
-    check_known_name,
-    check_rows,
-    check_stats,
-    facts_of_results,
-    finite,
-    sequence_group,
-)
-from logitless.objectives.inputs import Inputs, results_of
+from logitless.objectives.checks import check_field, check_known_name, check_rows, check_stats, finite, sequence_group
+from logitless.objectives.inputs import Inputs, facts_of_results, results_of
 from logitless.objectives.metrics import Evaluate, Metrics
 from logitless.objectives.preference_terms import KINDS, Scores, Settings, kto
 from logitless.objectives.reduction import check_denominator, inverse
@@ -37,7 +29,6 @@ from logitless.rows import Rows
 from logitless.spec import TokenStats
 
 NAME = "Preference"
-FIELDS = ("ref_logprob", "ref_sample_logprob", "reference_kl")
 PLACES = ("chosen", "rejected")
 KindName = Literal["dpo", "ipo", "hinge", "simpo", "cpo", "orpo", "kto"]
 """Names of :data:`KINDS`, for editors and type checkers."""
@@ -345,7 +336,9 @@ class Preference:
         """Fields per row, and those per sample or batch in float64."""
         found: dict[str, Any] = {name: x for name, x in given.items() if x is not None}
         reference = KINDS[self.kind].reference
-        known = (*(FIELDS[:2] if reference else ()), *(FIELDS[2:] if self.kind == "kto" else ()))
+        known = ["ref_logprob", "ref_sample_logprob"] if reference else []
+        if self.kind == "kto":
+            known.append("reference_kl")
         for name in found:
             if name not in known:
                 raise LogitlessError(

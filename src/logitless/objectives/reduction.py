@@ -22,15 +22,7 @@ from torch import Tensor
 
 from logitless.collectives import resolve_group, sum_over
 from logitless.errors import LogitlessError
-from logitless.errors.arguments import (
-    check_flags,
-    check_name,
-    dense,
-    instance,
-    real_numbers,
-    refused,
-    sequence,
-)
+from logitless.errors.arguments import check_flags, check_name, dense, instance, real_numbers, refused, sequence
 from logitless.rows import Rows
 from logitless.rows.integers import holds_integers, whole_number
 from logitless.rows.layouts import num_ranks
