@@ -9,12 +9,13 @@ The autograd Function is a seam: what it computes is in ``passes/one_pass`` and 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
 
-from logitless.call import MEMORY, PLAIN, Asked, Call, Operands, resolve, together
+from logitless.call import PLAIN, Asked, Call, Operands, default_memory, resolve, together
 from logitless.call.dry import ACTIVE, announce, under_way
 from logitless.call.unchanged import Unchanged
 from logitless.collectives import agree_if, fingerprint, resolve_group
@@ -22,7 +23,7 @@ from logitless.errors import LogitlessError, no_second_derivative
 from logitless.errors.arguments import check_flags, refuse_transforms
 from logitless.notes import add_note, explained, version_of
 from logitless.objectives import Inputs, Metrics, Objective, Preference
-from logitless.operands import Given, Kept, Logits, Teacher, Teachers
+from logitless.operands import Given, Kept, Linear, Logits, Teacher, Teachers
 from logitless.passes.one_pass import OnePass, with_results
 from logitless.passes.whole import teacher_rows
 from logitless.readings.outcomes import Sent
@@ -120,9 +121,8 @@ def policy_loss(
     logits.
 
     Same loss and gradients as ``objective(logprobs(logits, rows, ...), rows, ...)``, which takes four. Gradients are
-    made in forward, for an upstream gradient of 1; backward multiplies them by the one that arrives. From logits
-    that exist
-    nothing is multiplied: they are read in forward and once more in backward, which writes their gradient.
+    made in forward, for an upstream gradient of 1; backward multiplies them by the one that arrives. From logits that
+    exist nothing is multiplied: they are read in forward and once more in backward, which writes their gradient.
 
     Args:
         logits, rows, head, kept, backend: as for :func:`logprobs`. Batch invariance takes two passes; where the kept
@@ -133,7 +133,8 @@ def policy_loss(
         teacher: for an objective with a ``divergence``, as for :func:`logprobs`. Four products instead of six. With K
             log-probs of a teacher, three products, of the student alone.
         memory: bound on what is held of a chunk of rows: its logits or, where that makes for short chunks, 16-bit
-            exponentials of them. Gradients and their accumulators come on top. None: 1GiB.
+            exponentials of them. Gradients and their accumulators come on top. None: 16MiB on logits that exist,
+            1GiB from hidden states.
         drop_zeros: leave rows whose gradient is exactly zero (clipped, zero advantage, masked) out of the last two
             products. Their number is fetched per chunk while the device goes on; of the last one only where chunks
             before it had some, of a single one only where it is large. A CUDA graph can fetch nothing, and
@@ -155,8 +156,7 @@ def policy_loss(
     >>> float(loss)
     -1.0
     """
-    if not all(isinstance(x, bool) for x in (drop_zeros, return_stats, check_group)):
-        check_flags(NAME, drop_zeros=drop_zeros, return_stats=return_stats, check_group=check_group)
+    check_flags(NAME, drop_zeros=drop_zeros, return_stats=return_stats, check_group=check_group)
     batch = Batch(objective, fields, denominator, prompt_tokens, group, drop_zeros, check_group)
     teacher = Teacher(teacher) if isinstance(teacher, Tensor) else teacher
     asked = Asked(head=head, kept=kept, teacher=teacher, memory=memory, backend=backend)
@@ -166,42 +166,37 @@ def policy_loss(
 
 
 def _policy_loss(logits: Any, rows: Any, asked: Asked, batch: Batch, return_stats: bool) -> tuple[Any, ...]:
-    if torch._C._are_functorch_transforms_active():
-        refuse_transforms(NAME)
-    shard = getattr(logits, "shard", None)
+    refuse_transforms(NAME)
     written = logits._stands.linear.weight_grad if isinstance(logits, Logits) else None
     before = None if written is None else version_of(written)
     try:
-        if batch.check_group or (shard is not None and shard.check_calls):
-            call, plan, operands, inputs = _agreed(logits, rows, asked, batch, shard)
-        else:
-            call, plan, operands, inputs = resolve_loss(logits, rows, asked, batch)
+        call, plan, operands, inputs = _agreed(logits, rows, asked, batch)
         if ACTIVE and under_way() is not None:
             announce(call, with_collectives(call, plan, operands, batch))
         loss, metrics, stats = evaluate(call, plan, operands, inputs, batch)
         return (loss, metrics, stats) if return_stats else (loss, metrics)
     except BaseException as error:
         changed = written is not None and version_of(written) != before
-        add_note(
-            error, NAME, MEMORY["chunk"] if asked.memory is None else asked.memory, "weight_grad" if changed else None
-        )
+        memory = default_memory(logits, chunks=True) if asked.memory is None else asked.memory
+        add_note(error, NAME, memory, "weight_grad" if changed else None)
         raise
 
 
-def _agreed(logits: Any, rows: Any, asked: Asked, batch: Batch, shard: Any) -> tuple[Call, Plan, Operands, Inputs]:
-    """:func:`resolve_loss`, compared over the ranks that share the vocabulary, or have parts of the same samples."""
+def _agreed(logits: Any, rows: Any, asked: Asked, batch: Batch) -> tuple[Call, Plan, Operands, Inputs]:
+    """:func:`resolve_loss`; where asked for, compared over the ranks that share the vocabulary, and over those that
+    have parts of the same samples."""
 
     def in_samples(made: tuple[Call, Plan, Operands, Inputs]) -> dict[str, Any]:
         call, _, _, inputs = made
-        facts = batch.objective.facts_over_samples(inputs, batch.denominator)
-        recorded = {"whether a gradient is recorded": any(call.needs)}
-        facts |= {"the dtype of the logits or hidden states": str(call.dtype)} | recorded
-        return facts | {"what is sent": tuple(in_words(_over_samples(call, batch)))}
+        return batch.objective.facts_over_samples(inputs, batch.denominator) | {
+            "the dtype of the logits or hidden states": str(call.dtype),
+            "whether a gradient is recorded": any(call.needs),
+            "what is sent": tuple(in_words(_over_samples(call, batch))),
+        }
 
     def in_group() -> tuple[Call, Plan, Operands, Inputs]:
-        return together(
-            lambda: resolve_loss(logits, rows, asked, batch), shard, NAME, lambda made: loss_facts(*made, batch)
-        )
+        resolved = partial(resolve_loss, logits, rows, asked, batch)
+        return together(resolved, getattr(logits, "shard", None), NAME, lambda made: loss_facts(*made, batch))
 
     return agree_if(batch.check_group, batch.group, NAME, in_group, in_samples)
 
@@ -210,7 +205,9 @@ def resolve_loss(logits: Any, rows: Any, asked: Asked, batch: Batch) -> tuple[Ca
     """The call of :func:`policy_loss`, its route, its operands and the objective's inputs, all checked."""
     objective = batch.objective
     if not isinstance(objective, Objective | Preference):
-        raise _no_objective(objective)
+        hint = f" Pass Objective.recipe({objective!r})." if isinstance(objective, str) else ""
+        came = type(objective).__name__
+        raise LogitlessError(f"{NAME}: objective must be an Objective or a Preference but is {came}.{hint}")
     divergence = getattr(objective, "divergence", None)
     if (asked.teacher is None) != (divergence is None):
         came = "no teacher" if asked.teacher is None else "a teacher"
@@ -222,11 +219,9 @@ def resolve_loss(logits: Any, rows: Any, asked: Asked, batch: Batch) -> tuple[Ca
             f"{NAME}: label_smoothing spreads the target over the whole vocabulary, and does not work with kept=."
         )
     asked = replace(asked, entropy=objective.entropy, stats=objective.stats, divergence=divergence or "reverse_kl")
-    default = MEMORY["chunk"] if isinstance(logits, Logits) else MEMORY["logits"]
-    call, operands = resolve(NAME, logits, rows, asked, default)
-    scale = 1.0 if call.linear is None else call.linear.grad_scale
-    if call.linear is not None and (isinstance(scale, Tensor) or scale != 1.0):
-        _check_grad_scale(scale, call.linear.weight_grad)
+    call, operands = resolve(NAME, logits, rows, asked, chunks=True)
+    if call.linear is not None:
+        _check_grad_scale(call.linear)
     if objective.log_z and call.over_support:
         raise LogitlessError(
             f"{NAME}: the objective has a z_coef, but where the scope is the support there is no log Z of the "
@@ -284,25 +279,25 @@ def _one_pass(
         call, order = grouped(teacher, call)
         inputs = inputs if order is None else inputs.ordered(order)
         beside = teacher_rows(teacher, call)
-    *values, metrics, names = _OnePass.apply(*operands[1:], scale, call, plan, inputs, batch, beside)  # pyright: ignore[reportGeneralTypeIssues]
-    loss, *values = values
+    loss, *values, metrics, names = _OnePass.apply(*operands[1:], scale, call, plan, inputs, batch, beside)  # pyright: ignore[reportGeneralTypeIssues]
     stats = TokenStats(**dict(zip(names, values, strict=True)))
     return loss, metrics, stats if order is None else ungrouped(stats, order)
 
 
 def loss_facts(call: Call, plan: Plan, operands: Operands, inputs: Inputs, batch: Batch) -> dict[str, Any]:
     """What the ranks of a vocabulary group must agree on: each chunk is a collective, and all compute one loss."""
-    facts = {
+    given = {**inputs.fields, **inputs.batch}
+    return {
+        **call.facts(),
+        # The objective decides on the route, so it is compared before the route is.
         "the objective": batch.objective.described(),
         "the fields": ", ".join(sorted(inputs.fields)),
         "the weights of the rows (denominator=, masks)": fingerprint(inputs.weight),
         "whether a gradient is recorded": any(call.needs),
+        **plan.facts("memory=, objective"),
+        **{name: fingerprint(x) for name, x in sorted(given.items())},
+        "what is sent": tuple(in_words(with_collectives(call, plan, operands, batch).collectives)),
     }
-    given = {**inputs.fields, **inputs.batch}
-    # The objective decides on the route, so it is compared before the route is.
-    facts |= plan.facts("memory=, objective")
-    facts = call.facts() | facts | {name: fingerprint(x) for name, x in sorted(given.items())}
-    return facts | {"what is sent": tuple(in_words(with_collectives(call, plan, operands, batch).collectives))}
 
 
 class _OnePass(torch.autograd.Function):
@@ -344,8 +339,7 @@ class _OnePass(torch.autograd.Function):
         # A checkpoint that runs forward again saves the mark of that run: another one than this.
         ctx.run = object()
         mark = torch.tensor(id(ctx.run), device="cpu")
-        made = {"hidden": d_hidden, "weight": d_weight if buffer is None else None, "bias": d_bias, "low": d_low}
-        ctx.save_for_backward(*made.values(), out.scale, mark)
+        ctx.save_for_backward(d_hidden, d_weight if buffer is None else None, d_bias, d_low, out.scale, mark)
         ctx.call, ctx.shapes = call, (hidden.shape, None if y is None else y.shape)
         ctx.dtypes = [None if x is None else x.dtype for x in (hidden, weight, bias, b)]
         # rows.index is the only argument that backward reads again.
@@ -373,8 +367,7 @@ class _OnePass(torch.autograd.Function):
                 f"weight_grad was added to both times. Call it outside of the checkpoint, or leave weight_grad out."
             )
         call: Call = ctx.call
-        already = "weight_grad" if ctx.into_buffer else None
-        with explained(NAME, call.budget, already=already):
+        with explained(NAME, call.budget, already="weight_grad" if ctx.into_buffer else None):
             factor = _factor(g_loss, scale, ctx.into_buffer)
             d_rows, d_weight, d_bias, d_low = (
                 None if x is None else _scaled(call, x, factor, dtype)
@@ -416,15 +409,9 @@ def _scaled(call: Call, x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor
     return out
 
 
-def _no_objective(objective: Any) -> LogitlessError:
-    hint = f" Pass Objective.recipe({objective!r})." if isinstance(objective, str) else ""
-    return LogitlessError(
-        f"{NAME}: objective must be an Objective or a Preference but is {type(objective).__name__}.{hint}"
-    )
-
-
-def _check_grad_scale(grad_scale: float | Tensor, weight_grad: Tensor | None) -> None:
-    if weight_grad is None and (isinstance(grad_scale, Tensor) or grad_scale != 1.0):
+def _check_grad_scale(linear: Linear) -> None:
+    scaled = isinstance(linear.grad_scale, Tensor) or linear.grad_scale != 1.0
+    if scaled and linear.weight_grad is None:
         raise LogitlessError(
             f"{NAME}: grad_scale goes with weight_grad, which is added to before the gradient of the loss arrives. "
             f"Without weight_grad scale the loss instead."

@@ -63,7 +63,7 @@ class PolicyHead(nn.Module):
             parse_memory(options["memory"])
         self.linear = linear
         self.options = options
-        self._check_linear()
+        self._weight()
 
     def forward(self, hidden: Tensor, rows: Any = None, *, loss: Any = None, **options: Any) -> Any:
         """Results for the rows; with a :class:`logitless.Loss` its loss; plain logits where no rows are given.
@@ -76,8 +76,7 @@ class PolicyHead(nn.Module):
             if given:
                 raise LogitlessError(f"PolicyHead: {given[0]} was given without rows. Pass the rows to score.")
             return self.linear(hidden)
-        self._check_linear()
-        weight, base = head_weight("PolicyHead", self.linear), getattr(self.linear, "base_layer", self.linear)
+        weight, base = self._weight(), getattr(self.linear, "base_layer", self.linear)
         # What was set for every call is for either verb; what is given in a call is for this one.
         taken = (*OF_LOGITS, *(OF_LOGPROBS if loss is None else OF_LOSS))
         ours = {name: x for name, x in self.options.items() if name in taken}
@@ -93,9 +92,9 @@ class PolicyHead(nn.Module):
             )
         return loss.of(logits, rows, **options)
 
-    def _check_linear(self) -> None:
-        """Raise where the layer computes something else than a product with its weight."""
-        head_weight("PolicyHead", self.linear)
+    def _weight(self) -> Any:
+        """The layer's weight; raises where the layer computes something else than a product with it."""
+        weight = head_weight("PolicyHead", self.linear)
         inner = (x for x in self.linear.modules() if x._forward_hooks or x._forward_pre_hooks)
         if (hooked := next(inner, None)) is not None:
             name = type(hooked).__name__
@@ -103,3 +102,4 @@ class PolicyHead(nn.Module):
                 f"PolicyHead: {name} has forward hooks, which would not run: its weight is read and its forward is not "
                 f"called. Put the hooks on the PolicyHead."
             )
+        return weight

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from logitless.backends.divergences import Divergence, Kind
-from logitless.call import MEMORY, Asked, Call, Operands, resolve, together
+from logitless.call import Asked, Call, Operands, default_memory, resolve, together
 from logitless.call.dry import ACTIVE, announce, under_way
 from logitless.call.resolve import apart_everywhere
 from logitless.errors.arguments import refuse_transforms
@@ -120,28 +120,18 @@ def logprobs(
 def _logprobs(logits: Any, rows: Any, asked: Asked) -> TokenStats:
     if torch.compiler.is_compiling():
         return _answered(logits, rows, asked)
-    if torch._C._are_functorch_transforms_active():
-        refuse_transforms("logprobs")
+    refuse_transforms("logprobs")
     try:
         return _answered(logits, rows, asked)
     except BaseException as error:
-        add_note(error, "logprobs", _default(logits, asked) if asked.memory is None else asked.memory)
+        default = default_memory(logits, chunks=asked.teacher is not None)
+        add_note(error, "logprobs", default if asked.memory is None else asked.memory)
         raise
 
 
-def _default(logits: Any, asked: Asked) -> str:
-    """The budget where none was asked for."""
-    if not isinstance(logits, Logits):
-        return MEMORY["logits"]
-    return MEMORY["hidden" if asked.teacher is None else "chunk"]
-
-
 def _answered(logits: Any, rows: Any, asked: Asked) -> TokenStats:
-    shard = getattr(logits, "shard", None)
-    if shard is None or not getattr(shard, "check_calls", False):
-        call, plan, operands = resolve_score(logits, rows, asked)
-    else:
-        call, plan, operands = together(partial(resolve_score, logits, rows, asked), shard, "logprobs", _score_facts)
+    resolved = partial(resolve_score, logits, rows, asked)
+    call, plan, operands = together(resolved, getattr(logits, "shard", None), "logprobs", _score_facts)
     if ACTIVE and under_way() is not None:
         announce(call, replace(plan, collectives=over_vocabulary(call, plan, operands)))
     stats = score(call, plan, operands)
@@ -156,7 +146,7 @@ def _score_facts(made: tuple[Call, Plan, Operands]) -> dict[str, Any]:
 
 def resolve_score(logits: Any, rows: Any, asked: Asked) -> tuple[Call, Plan, Operands]:
     """The call of :func:`logprobs`, its route and its operands, all checked. Computes nothing."""
-    call, operands = resolve("logprobs", logits, rows, asked)
+    call, operands = resolve("logprobs", logits, rows, asked, chunks=asked.teacher is not None)
     if asked.teacher is not None:
         call = with_teacher(call, operands)
     return call, score_plan(call), operands
@@ -172,10 +162,8 @@ def with_teacher(call: Call, operands: Operands) -> Call:
         return call
     sent = teacher.top_k
     ids = Sent.of(sent, call.rows.target, call.gain.dtype).ids
-    own = call.asked
-    table = Table.of(
-        own.stats, own.top_k or 0, ids, negative=call.negative, start=call.start, rest=sent.tail == "bucket"
-    )
+    own, rest = call.asked, sent.tail == "bucket"
+    table = Table.of(own.stats, own.top_k or 0, ids, negative=call.negative, start=call.start, rest=rest)
     call = replace(call, table=table)
     if call.linear is None:
         return call

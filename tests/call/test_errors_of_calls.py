@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -20,6 +21,7 @@ from logitless import (
     Rows,
     TokenStats,
     VocabShard,
+    defer,
     logprobs,
     policy_loss,
 )
@@ -423,3 +425,26 @@ def test_triton_on_cpu_without_its_interpreter():
     text = 'backend="triton" cannot run here: its kernels run on CUDA devices, and the logits are on cpu.'
     assert ran.stdout.startswith(text), ran.stderr
     assert "set TRITON_INTERPRET=1 before Python starts" in ran.stdout
+
+
+# Out of memory.
+
+
+def none_left(*_: object) -> None:
+    raise torch.OutOfMemoryError("none left")
+
+
+def test_out_of_memory_names_the_budget_that_the_call_had(monkeypatch):
+    """Where none was asked for: less where logits exist, and that of ``defer`` where it was given one."""
+    head, target = torch.nn.Linear(8, 16), torch.zeros(4, dtype=torch.int64)
+    computed = Logits(torch.zeros(4, 8), head.weight)
+    with defer(head, head=head, memory="3KiB"):
+        deferred = head(torch.zeros(4, 8))
+    monkeypatch.setattr("logitless.score.resolve_score", none_left)
+    monkeypatch.setattr("logitless.loss.resolve_loss", none_left)
+    cases = [(torch.zeros(4, 16), "16MiB", "16MiB"), (computed, "256MiB", "1GiB"), (deferred, "3KiB", "3KiB")]
+    for logits, *budgets in cases:
+        for call, budget in zip((logprobs, partial(policy_loss, objective=Objective())), budgets, strict=True):
+            with pytest.raises(torch.OutOfMemoryError) as raised:
+                call(logits, target)
+            assert f"(it was '{budget}')" in raised.value.__notes__[0]

@@ -3,7 +3,7 @@
 from logitless.call.asked import PLAIN, Asked
 from logitless.call.call import Call, Operands, recorded, together
 from logitless.call.checks import resolve_rows
-from logitless.call.resolve import MEMORY, resolve
+from logitless.call.resolve import MEMORY, default_memory, resolve
 from logitless.call.unchanged import Unchanged
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "Call",
     "Operands",
     "Unchanged",
+    "default_memory",
     "recorded",
     "resolve",
     "resolve_rows",

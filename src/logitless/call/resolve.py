@@ -27,19 +27,26 @@ MEMORY = {"logits": "16MiB", "hidden": "256MiB", "chunk": "1GiB"}
 """Working memory unless told otherwise: of work on logits, of tiles from hidden states, of chunks of whole rows."""
 
 
-def resolve(caller: str, logits: Any, rows: Any, asked: Asked, memory: str | None = None) -> tuple[Call, Operands]:
-    """The call, and its operands as products take them.
+def default_memory(logits: Any, chunks: bool) -> int | str:
+    """The budget of a call that asks for none.
 
     Args:
-        memory: default of the verb; None for that of log-probs.
+        chunks: whether chunks of whole rows are held: in a loss, and beside a teacher.
     """
+    if not isinstance(logits, Logits):
+        return MEMORY["logits"]
+    return logits._stands.memory or MEMORY["chunk" if chunks else "hidden"]
+
+
+def resolve(caller: str, logits: Any, rows: Any, asked: Asked, chunks: bool = False) -> tuple[Call, Operands]:
+    """The call, and its operands as products take them; ``chunks`` as for :func:`default_memory`."""
     shard = getattr(logits, "shard", None)
     if isinstance(logits, Logits):
         stands = logits.stands()
         operands = as_products_take(caller, stands, asked)
         linear = _with_local_parts(caller, stands.linear)
         checked = checks.check_hidden(caller, operands, rows, linear, asked)
-        default = stands.memory or memory or MEMORY["hidden" if asked.teacher is None else "chunk"]
+        default = default_memory(logits, chunks)
         assert operands.hidden is not None
         head = _of_head(operands, linear, stands)
         call = _resolve(caller, operands.hidden, checked, asked, stands, shard, default, **head)
@@ -58,7 +65,7 @@ def resolve(caller: str, logits: Any, rows: Any, asked: Asked, memory: str | Non
     checked = checks.check_given(caller, x, rows, shard, asked, overwrite)
     needs = (torch.is_grad_enabled() and x.requires_grad, False, False, False)
     bits: Bits = "fast" if given is None else given.bits
-    default = memory or MEMORY["logits"]
+    default = default_memory(logits, chunks)
     call = _resolve(caller, x, checked, asked, None, shard, default, needs=needs, overwrite=overwrite, bits=bits)
     if bits != "fast":
         checks.check_bits(call)

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from logitless.errors import LogitlessError
-from logitless.errors.arguments import FLOATS, dense, described, instance, real_numbers, refused
-from logitless.objectives.checks import at_least_zero
+from logitless.errors.arguments import FLOATS, dense, described, real_numbers, refused
+from logitless.objectives.checks import at_least_zero, check_rows
 from logitless.objectives.values import discounted_returns, token_rewards, whiten
 from logitless.rows import Rows
 from logitless.rows.integers import holds_integers
@@ -91,7 +91,7 @@ def reinforce_pp_baseline_advantages(rewards: Tensor, groups: int | Tensor, rows
     Arguments as for :func:`grpo_advantages` and :func:`reinforce_pp_advantages`.
     """
     name = "reinforce_pp_baseline_advantages"
-    instance(rows, Rows, f"{name}: rows", " Make one with Rows.packed, say.")
+    check_rows(name, rows)
     real_numbers(rewards, f"{name}: rewards", (len(rows.counts),), "sample", rows.target.device)
     return whiten(dr_grpo_advantages(rewards, groups)[rows.sample], rows.counted, group=group)
 

@@ -13,19 +13,19 @@ from torch import Tensor
 
 from logitless.collectives import resolve_group
 from logitless.errors import LogitlessError, did_you_mean
-from logitless.errors.arguments import is_number, refused
-from logitless.objectives.inputs import HIDING, RESULTS, STATISTICS, Inputs
+from logitless.errors.arguments import instance, is_number, refused
+from logitless.objectives.inputs import RESERVED, RESULTS, STATISTICS, Inputs
 from logitless.rows import Rows
+from logitless.rows.layouts import num_ranks
 from logitless.spec import tracked_by_autograd
 
 T = TypeVar("T")
 
 
-def known_name(value: object, known: Iterable[str], argument: str) -> Any:
-    """The name, if it is known; anything may come, also what no table can be asked for."""
+def check_known_name(value: object, known: Iterable[str], argument: str) -> None:
+    """Raise for a name that is not known; anything may come, also what no table can be asked for."""
     if not isinstance(value, str) or value not in known:
         raise unknown(argument, value, known)
-    return value
 
 
 def unknown(argument: str, value: object, known: Iterable[str]) -> LogitlessError:
@@ -54,15 +54,15 @@ OTHER_NAMES = {
 
 
 def elsewhere(name: object, known: Iterable[str]) -> str:
-    """`` This is x=`` for the name that others give to an argument, or nothing."""
+    """`` Here it is called 'x'.`` for the name that others give to an argument, or nothing."""
     ours = OTHER_NAMES.get(str(name), "")
-    if ours not in list(known):
+    if ours not in known:
         return ""
     kind = ' It goes with an estimator, as kl="k3".' if ours == "kl_coef" else ""
     return f" Here it is called {ours!r}.{kind}"
 
 
-def taught(cls: type[T]) -> type[T]:
+def explained_arguments(cls: type[T]) -> type[T]:
     """A class whose keyword arguments are its fields, and that says so where it is called with others."""
     made, known = cls.__init__, [field.name for field in fields(cls)]  # pyright: ignore[reportArgumentType]
 
@@ -116,9 +116,13 @@ def resolve_bounds(name: str, bounds: Any, default: tuple[float, ...]) -> tuple[
     """The bounds of a named correction, as many as its default has."""
     if bounds is None:
         return default
-    values = tuple(bounds) if isinstance(bounds, tuple | list) else (bounds,) if len(default) == 1 else (0.0, bounds)
+    alone = len(default) == 1
+    if isinstance(bounds, tuple | list):
+        values = tuple(bounds)
+    else:
+        values = (bounds,) if alone else (0.0, bounds)
     if len(values) != len(default):
-        wanted = "one number" if len(default) == 1 else "(low, high) or the high bound alone"
+        wanted = "one number" if alone else "(low, high) or the high bound alone"
         raise LogitlessError(f"Objective: correction_bounds of {name!r} must be {wanted} but is {bounds!r}.")
     for value in values:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or math.isnan(value) or value < 0:
@@ -128,10 +132,15 @@ def resolve_bounds(name: str, bounds: Any, default: tuple[float, ...]) -> tuple[
     return tuple(float(value) for value in values)
 
 
+def check_rows(caller: str, rows: Any) -> Rows:
+    """The rows, if they are :class:`Rows`."""
+    return instance(rows, Rows, f"{caller}: rows", " Make one with Rows.packed, say.")
+
+
 def sequence_group(caller: str, rows: Rows, group: Any, *, needed: bool) -> Any:
     """The process group that sums over samples run over, if these rows are split over its ranks."""
     group = resolve_group(group, f"{caller}: group")
-    size, world = 1 if rows.cp is None else rows.cp.size, 1 if group is None else group.size()
+    size, world = num_ranks(rows.cp), 1 if group is None else group.size()
     if size != world and (needed or group is not None):
         raise LogitlessError(
             f"{caller}: these rows are split over {size} context-parallel ranks but group has {world}. Means over "
@@ -171,15 +180,9 @@ def check_per_row(term: str, inputs: Inputs, value: Any, what: str = "it returne
     return value
 
 
-def connected(loss: Tensor, logprob: Tensor) -> Tensor:
-    """A loss whose terms depend on no log-prob, with the graph of the log-probs: backward finds one, and zeros."""
-    # By selection: 0 times a log-prob of -inf is not 0.
-    return loss + torch.where(torch.zeros_like(logprob, dtype=torch.bool), logprob, 0.0).sum()
-
-
 def check_field(name: str, x: Any, num_rows: int, device: torch.device, caller: str = "Objective") -> Tensor:
     """A field, if it is ``[R]`` values without gradient where the rows are."""
-    if name in HIDING:
+    if name in RESERVED:
         raise LogitlessError(
             f"{caller}: terms read {name} of Inputs itself, so that a field of that name would not be seen. Give the "
             f"field another name."

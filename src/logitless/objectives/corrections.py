@@ -25,8 +25,6 @@ from torch import Tensor
 
 from logitless.objectives.inputs import Inputs, bounded_exp
 
-TRAINER_FIELDS = ("old_logprob", "rollout_logprob")
-
 
 def rollout_log_ratio(inputs: Inputs) -> Tensor:
     """``old_logprob - rollout_logprob``: log-ratio of the trainer to the engine that sampled the tokens."""
@@ -86,7 +84,7 @@ class Correction(NamedTuple):
 
     function: Callable[..., Tensor]
     bounds: tuple[float, ...]
-    needs: tuple[str, ...] = TRAINER_FIELDS
+    needs: tuple[str, ...] = ("old_logprob", "rollout_logprob")
     level: str = "sequence"
 
 

@@ -25,6 +25,7 @@ from torch import Tensor
 from logitless.collectives import sum_over
 from logitless.errors import LogitlessError, no_second_derivative
 from logitless.errors.arguments import FLOATS, INTEGERS, real_numbers, refused
+from logitless.rows import Rows
 
 KNOWN_FIELDS = ("old_logprob", "advantage", "ref_logprob", "rollout_logprob")
 """Fields that named terms read. Users' own terms may read others."""
@@ -44,7 +45,7 @@ STATISTICS = ("top1_hit", "top1_logprob", "collision", "mean_logit", "logit_vari
 """Results that are averaged as metrics where they are there."""
 
 
-def statistics_of(stats: Any, but: tuple[str, ...] = ()) -> dict[str, Tensor]:
+def statistics_of(stats: Any, but: tuple[str, ...]) -> dict[str, Tensor]:
     """Further results of rows, for metrics; but for those that a term of the objective asks for itself."""
     found = {name: getattr(stats, name, None) for name in STATISTICS if name not in but}
     return {name: x.detach().to(stats.logprob.dtype) for name, x in found.items() if x is not None}
@@ -56,6 +57,21 @@ def widened(stats: Any) -> Any:
     found = {name: getattr(stats, name, None) for name in RESULTS}
     narrow = {name: x.to(dtype) for name, x in found.items() if x is not None and x.dtype != dtype}
     return stats._replace(**narrow) if narrow else stats
+
+
+def results_of(stats: Any, rows: Rows, objective: Any) -> dict[str, Any]:
+    """Of :class:`Inputs`, what comes from results of the rows; without results, zeros in the place of the log-probs."""
+    if stats is None:
+        return {"logprob": torch.zeros(len(rows), device=rows.target.device), "entropy": None}
+    stats = widened(stats)
+    return {
+        "logprob": stats.logprob,
+        "entropy": stats.entropy,
+        "divergence": getattr(stats, "divergence", None),
+        "log_z": stats.log_z if objective.log_z else None,
+        "mean_logit": stats.mean_logit if objective.stats else None,
+        "statistics": statistics_of(stats, objective.stats),
+    }
 
 
 def bounded_exp(log_ratio: Tensor) -> Tensor:
@@ -181,26 +197,22 @@ class Inputs:
             whole_samples: the caller promises that the cut falls between samples; sums over samples are then possible.
                 Checked against the rows here. Not where samples are split over a group.
         """
-        samples = self._samples(start, stop) if whole_samples else None
-        batch, owners = (self.batch, self.owners) if samples is None else self._of_samples(samples)
+        of_samples = self._of_samples(self._samples(start, stop)) if whole_samples else {"counts": None}
         part = slice(start, stop)
         return replace(
             self,
-            logprob=self.logprob[part],
-            entropy=None if self.entropy is None else self.entropy[part],
-            divergence=None if self.divergence is None else self.divergence[part],
-            log_z=None if self.log_z is None else self.log_z[part],
-            mean_logit=None if self.mean_logit is None else self.mean_logit[part],
+            **{name: x[part] for name, x in self._results().items()},
             fields={name: x[part] for name, x in self.fields.items()},
             statistics={name: x[part] for name, x in self.statistics.items()},
             counted=self.counted[part],
             weight=self.weight[part],
             sample=self.sample[part],
-            counts=None if samples is None or self.counts is None else self.counts[samples],
-            first=self.first + (0 if samples is None else samples.start),
-            batch=batch,
-            owners=owners,
+            **of_samples,
         )
+
+    def _results(self) -> dict[str, Tensor]:
+        """The log-probs, and the other results that are there."""
+        return {name: x for name in RESULTS if (x := getattr(self, name)) is not None}
 
     @functools.cached_property
     def _ends(self) -> list[int]:
@@ -228,13 +240,14 @@ class Inputs:
                 )
         return slice(low, high)
 
-    def _of_samples(self, samples: slice) -> tuple[dict[str, Tensor], dict[str, Sequence[int]]]:
-        """What belongs to some samples of the batch, and which of them each entry goes with."""
+    def _of_samples(self, samples: slice) -> dict[str, Any]:
+        """What there is of some of the samples: their rows, their number, and what belongs to them."""
         batch, owners = dict(self.batch), dict(self.owners)
         for name, numbers in self.owners.items():
             low, high = (bisect_left(numbers, self.first + place) for place in (samples.start, samples.stop))
             batch[name], owners[name] = batch[name][low:high], numbers[low:high]
-        return batch, owners
+        counts = None if self.counts is None else self.counts[samples]
+        return {"counts": counts, "first": self.first + samples.start, "batch": batch, "owners": owners}
 
     def ordered(self, order: Tensor) -> Inputs:
         """The same rows in another order, which may cut through samples."""
@@ -249,8 +262,7 @@ class Inputs:
         ready, counted = self.readied(self.logprob.dtype), self.counted
         if self.complete:
             return replace(ready, _clean=True)
-        named = {name: getattr(self, name) for name in RESULTS}
-        results = {name: torch.where(counted, x, 0.0) for name, x in named.items() if x is not None}
+        results = {name: torch.where(counted, x, 0.0) for name, x in self._results().items()}
         return replace(ready, **results, _clean=True)
 
     def readied(self, dtype: torch.dtype) -> Inputs:
@@ -264,8 +276,16 @@ class Inputs:
         return replace(self, fields=fields, weight=self.weight.to(dtype), _ready=True)
 
 
-HIDING = frozenset({*vars(Inputs), *Inputs.__dataclass_fields__})
+RESERVED = frozenset({*vars(Inputs), *Inputs.__dataclass_fields__})
 """Names that fields cannot have: a term would read what :class:`Inputs` has by that name."""
+
+
+def facts_of_results(inputs: Inputs) -> dict[str, Any]:
+    """What ranks that have parts of the same samples must agree on of the results that each of them gives."""
+    return {
+        "whether a gradient is recorded": inputs.logprob.requires_grad,
+        "the dtype of logprob": str(inputs.logprob.dtype),
+    }
 
 
 class _MeanBySample(torch.autograd.Function):

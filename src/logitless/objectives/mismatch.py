@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -23,10 +23,10 @@ from torch import Tensor
 
 from logitless.collectives import gather_over, resolve_group, sum_over
 from logitless.errors import LogitlessError
-from logitless.errors.arguments import described, instance, is_number, real_numbers, refused, sequence
-from logitless.objectives.checks import sequence_group
+from logitless.errors.arguments import described, is_number, real_numbers, refused, sequence
+from logitless.objectives.checks import check_rows, sequence_group
 from logitless.objectives.inputs import bounded_exp
-from logitless.objectives.kl import k3
+from logitless.objectives.kl import k3_of
 from logitless.objectives.metrics import Metrics
 from logitless.rows import Rows
 
@@ -48,7 +48,7 @@ def measures(log_ratio: Tensor, bound: float = BOUND) -> Measures:
     """What adds up, from ``[C]`` log-ratios of the trainer to the rollout engine."""
     # Not "above": a NaN is beyond any bound.
     beyond = ~(log_ratio.abs() <= bound)
-    kl = {"kl_k1": -log_ratio, "kl_k3": k3(-log_ratio, torch.zeros_like(log_ratio))}
+    kl = {"kl_k1": -log_ratio, "kl_k3": k3_of(-log_ratio)}
     return Measures(
         means={**kl, "beyond": beyond.to(log_ratio.dtype)},
         extremes={"log_ratio": log_ratio},
@@ -166,8 +166,7 @@ def mismatch(
     counted = rows.counted
     trainer, rollout = (torch.where(counted, x.detach().double(), 0.0) for x in (logprob, rollout_logprob))
     ratio = trainer - rollout
-    lengths = torch.tensor(rows.counts, dtype=torch.int64, device="cpu").to(ratio.device)
-    by_sample = torch.segment_reduce(ratio, "sum", lengths=lengths, unsafe=True, initial=0)
+    by_sample = rows.sum_by_sample(ratio)
     if cp_group is not None:
         sum_over(cp_group, by_sample)
     copies = 1 if cp_group is None else cp_group.size()
@@ -211,7 +210,7 @@ def _numbers(
         },
     )
     samples = Metrics.of_rows({}, present, weights={"samples_effective": (by_sample - largest).exp()})
-    both = Metrics(tokens.sums, tokens.means, tokens.maxima, tokens.minima, {**tokens.weights, **samples.weights})
+    both = replace(tokens, weights={**tokens.weights, **samples.weights})
     return both.reduce(group).compute()
 
 
@@ -261,7 +260,7 @@ def _outliers(
 def _check(
     logprob: Tensor, rollout_logprob: Tensor, rows: Rows, bound: float, quantiles: Sequence[float], worst: int
 ) -> None:
-    instance(rows, Rows, "mismatch: rows", " Make one with Rows.packed, say.")
+    check_rows("mismatch", rows)
     for name, x in (("logprob", logprob), ("rollout_logprob", rollout_logprob)):
         if tuple(real_numbers(x, f"mismatch: {name}").shape) != (len(rows),):
             raise LogitlessError(

@@ -24,17 +24,17 @@ from logitless.errors import LogitlessError, did_you_mean
 from logitless.errors.arguments import check_flags, instance
 from logitless.objectives.checks import (
     check_field,
+    check_known_name,
     check_per_row,
+    check_rows,
     check_stats,
-    connected,
     elsewhere,
-    known_name,
+    explained_arguments,
     sequence_group,
-    taught,
     unknown,
 )
 from logitless.objectives.corrections import CORRECTIONS, rollout_log_ratio
-from logitless.objectives.inputs import KNOWN_FIELDS, Inputs, bounded_exp, statistics_of, widened
+from logitless.objectives.inputs import KNOWN_FIELDS, Inputs, bounded_exp, facts_of_results, results_of
 from logitless.objectives.kl import KL_TERMS, KLTerm, k3, k3_of, kl_rows
 from logitless.objectives.metrics import Evaluate, Metrics, metrics_of
 from logitless.objectives.mismatch import measures
@@ -47,6 +47,7 @@ from logitless.objectives.settings import (
     check_settings,
     clip_of,
     policy_keywords,
+    policy_term,
     shown,
 )
 from logitless.objectives.stated import name_of, stated
@@ -60,7 +61,7 @@ OWN_METRICS = ("loss", "policy_loss", "kl_loss", "entropy_loss", "z_loss", "dive
 """Sums that every objective reports, or may report."""
 
 
-@taught
+@explained_arguments
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Objective:
     """The terms of a policy loss. Validated when made.
@@ -121,7 +122,7 @@ class Objective:
         >>> Objective.recipe("dapo").clip, Objective.recipe("gspo").clip
         ((0.2, 0.28), (0.0003, 0.0004))
         """
-        known_name(name, RECIPES, "Objective.recipe: name")
+        check_known_name(name, RECIPES, "Objective.recipe: name")
         known = [f.name for f in fields(Objective)]
         for change in changes:
             if change not in known:
@@ -186,17 +187,17 @@ class Objective:
         >>> Objective.recipe("dapo").described()
         'Objective(clip=(0.2, 0.28))'
         """
-        settings = {f.name: getattr(self, f.name) for f in fields(self)}
-        plain = {name: x for name, x in settings.items() if x != getattr(_PLAIN, name)}
-        return f"Objective({', '.join(f'{name}={stated(x)}' for name, x in plain.items())})"
+        return f"Objective({', '.join(f'{name}={stated(x)}' for name, x in self._changed().items())})"
 
     def __repr__(self) -> str:
         """Policy, clip bounds in effect and reduction, and the other settings that differ from the defaults."""
-        first = {"policy": self.policy, "clip": clip_of(self), "reduce": self.reduce}
-        differ = {f.name: x for f in fields(self) if (x := getattr(self, f.name)) != getattr(_PLAIN, f.name)}
-        parts = {f.name: {**differ, **first}.get(f.name) for f in fields(self)}
-        texts = [f"{name}={shown(x)}" for name, x in parts.items() if x is not None]
-        return f"Objective({', '.join(texts)})"
+        settings = {**self._changed(), "policy": self.policy, "clip": clip_of(self), "reduce": self.reduce}
+        in_order = [f.name for f in fields(self) if settings.get(f.name) is not None]
+        return f"Objective({', '.join(f'{name}={shown(settings[name])}' for name in in_order)})"
+
+    def _changed(self) -> dict[str, Any]:
+        """The settings that differ from the defaults."""
+        return {f.name: x for f in fields(self) if (x := getattr(self, f.name)) != getattr(_PLAIN, f.name)}
 
     @functools.cached_property
     def sequence_level(self) -> bool:
@@ -206,8 +207,8 @@ class Objective:
     @functools.cached_property
     def sample_means(self) -> tuple[bool, bool]:
         """Whether a named policy, and a named correction, takes a mean over samples."""
-        policy = isinstance(self.policy, str) and POLICY_TERMS[self.policy].level == "sequence"
-        return policy, isinstance(self.correction, str) and CORRECTIONS[self.correction].level == "sequence"
+        correction = isinstance(self.correction, str) and CORRECTIONS[self.correction].level == "sequence"
+        return policy_term(self).level == "sequence", correction
 
     @functools.cached_property
     def required(self) -> tuple[str, ...]:
@@ -234,25 +235,19 @@ class Objective:
         self._check_samples(rows)
         given = {name: x for name, x in fields.items() if x is not None}
         on_policy = isinstance(given.get("old_logprob"), str)
-        if on_policy and given.pop("old_logprob") != CURRENT:
-            came = fields["old_logprob"]
+        if on_policy and given["old_logprob"] != CURRENT:
+            came = given["old_logprob"]
             raise LogitlessError(f'Objective: old_logprob must be a tensor or "current" but is {came!r}.')
-        self._check_names({*given, "old_logprob"} if on_policy else set(given))
-        device, complete = rows.target.device, rows.complete
-        num_rows = rows.index.numel()
+        self._check_names(set(given))
+        if on_policy:
+            del given["old_logprob"]
+        device, complete, num_rows = rows.target.device, rows.complete, len(rows)
         tensors = {name: check_field(name, x, num_rows, device) for name, x in given.items()}
         if stats is not None:
             self._check_stats(stats, num_rows)
-            stats = widened(stats)
-        placeholder = torch.zeros(num_rows, device=device)
         whole_samples = self.sequence_level or (self.batch_level and rows.response_lengths is not None)
         return Inputs(
-            logprob=placeholder if stats is None else stats.logprob,
-            entropy=None if stats is None else stats.entropy,
-            divergence=getattr(stats, "divergence", None),
-            log_z=stats.log_z if stats is not None and self.log_z else None,
-            mean_logit=stats.mean_logit if stats is not None and self.stats else None,
-            statistics={} if stats is None else statistics_of(stats, self.stats),
+            **results_of(stats, rows, self),
             fields=tensors,
             counted=rows.counted,
             weight=row_weights(
@@ -267,9 +262,7 @@ class Objective:
             totals=rows.totals,
             # The others get no counts: their chunks may cut through samples.
             counts=rows.counts if whole_samples else None,
-            group=None
-            if group is None and not whole_samples
-            else sequence_group("Objective", rows, group, needed=whole_samples),
+            group=sequence_group("Objective", rows, group, needed=whole_samples),
             on_policy=on_policy,
             complete=complete,
         )
@@ -287,7 +280,7 @@ class Objective:
             sums = {name: _weighed_sum(x, part) for name, part in parts.items()}
             loss = functools.reduce(torch.add, sums.values())
             if x.logprob.requires_grad and not loss.requires_grad and torch.is_grad_enabled():
-                loss = connected(loss, x.logprob)
+                loss = _connected(loss, x.logprob)
             with torch.no_grad():
                 return loss, self._metrics(x, {"loss": loss, **sums}, values, correction)
 
@@ -348,15 +341,11 @@ class Objective:
         """
 
         def prepare() -> Inputs:
-            self._check_stats(stats, len(instance(rows, Rows, "Objective: rows", " Make one with Rows.packed, say.")))
-            batch = {"denominator": denominator, "prompt_tokens": prompt_tokens, "group": group}
-            return self.inputs(stats, rows, fields, **batch)
+            self._check_stats(stats, len(check_rows("Objective", rows)))
+            return self.inputs(stats, rows, fields, denominator=denominator, prompt_tokens=prompt_tokens, group=group)
 
         def facts(inputs: Inputs) -> dict[str, Any]:
-            return self.facts_over_samples(inputs, denominator) | {
-                "whether a gradient is recorded": inputs.logprob.requires_grad,
-                "the dtype of logprob": str(inputs.logprob.dtype),
-            }
+            return self.facts_over_samples(inputs, denominator) | facts_of_results(inputs)
 
         check_flags("Objective", check_group=check_group)
         return self.evaluate(agree_if(check_group, group, "Objective", prepare, facts))
@@ -371,11 +360,12 @@ class Objective:
         }
 
     def _policy(self, x: Inputs, measured: bool) -> tuple[Tensor, dict[str, Tensor]]:
-        function = POLICY_TERMS[self.policy].function if isinstance(self.policy, str) else self.policy
-        result = function(x, **self._keywords)  # pyright: ignore[reportAttributeAccessIssue]
+        result = policy_term(self).function(x, **self._keywords)  # pyright: ignore[reportAttributeAccessIssue]
         loss, made = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
         with torch.no_grad():
-            values: Any = (made() if measured else {}) if callable(made) else made
+            values: Any = made
+            if callable(made):
+                values = made() if measured else {}
         if callable(self.policy):
             check_per_row("policy", x, loss, "its loss is")
             for name, value in instance(values, Mapping, "Objective: the metrics that policy returns").items():
@@ -400,12 +390,9 @@ class Objective:
         old, reference, rollout = (x.has(f"{name}_logprob") for name in ("old", "ref", "rollout"))
         if x.has("advantage"):
             means["advantage"] = x.advantage
-        if x.entropy is not None:
-            means["entropy"] = x.entropy
-        if x.divergence is not None:
-            means["divergence"] = x.divergence
-        if x.log_z is not None:
-            means["log_z"] = x.log_z
+        for name in ("entropy", "divergence", "log_z"):
+            if getattr(x, name) is not None:
+                means[name] = getattr(x, name)
         if old:
             log_ratio = x.log_ratio
             difference = -log_ratio
@@ -432,16 +419,20 @@ class Objective:
     @functools.cached_property
     def _reasons(self) -> dict[str, str]:
         """Each field that must be given, and the term that needs it."""
-        reasons: dict[str, str] = {}
+        wanted = {}
         if isinstance(self.policy, str):
-            reasons |= {name: f"policy={self.policy!r} needs" for name in POLICY_TERMS[self.policy].needs}
+            wanted[f"policy={self.policy!r} needs"] = POLICY_TERMS[self.policy].needs
         if isinstance(self.correction, str):
-            wanted = CORRECTIONS[self.correction].needs
-            reasons |= {name: f"correction={self.correction!r} needs" for name in wanted if name not in reasons}
+            wanted[f"correction={self.correction!r} needs"] = CORRECTIONS[self.correction].needs
         if self.kl_coef != 0:
-            wanted = ("ref_logprob", "old_logprob") if self._kl_term().weighted else ("ref_logprob",)
-            reasons |= {name: f"kl={self.kl!r} needs" for name in wanted if name not in reasons}
-        return reasons | {name: "needs= names" for name in self.needs if name not in reasons}
+            names = ("ref_logprob", "old_logprob") if self._kl_term().weighted else ("ref_logprob",)
+            wanted[f"kl={self.kl!r} needs"] = names
+        wanted["needs= names"] = self.needs
+        reasons: dict[str, str] = {}
+        for reason, names in wanted.items():
+            for name in names:
+                reasons.setdefault(name, reason)
+        return reasons
 
     def _check_names(self, given: set[str]) -> None:
         for name, reason in self._reasons.items():
@@ -451,9 +442,9 @@ class Objective:
                     f"(given: {', '.join(sorted(given)) or 'none'})."
                 )
         own = callable(self.policy) or callable(self.correction)
-        read = POLICY_TERMS[self.policy].reads if isinstance(self.policy, str) else ()
+        known = (*KNOWN_FIELDS, *policy_term(self).reads, *self.needs)
         for name in given:
-            if not own and name not in (known := (*KNOWN_FIELDS, *read, *self.needs)):
+            if not own and name not in known:
                 settings = [f.name for f in fields(Objective)]
                 hint = (near := elsewhere(name, settings)) or did_you_mean(name, known)
                 hint += " It is an argument of Objective(...), not of the call." if near or name in settings else ""
@@ -487,6 +478,12 @@ class Objective:
                 f"Objective: entropy_coef is {self.entropy_coef} but the entropy {came}. "
                 f"Compute the results with entropy=objective.entropy."
             )
+
+
+def _connected(loss: Tensor, logprob: Tensor) -> Tensor:
+    """A loss whose terms depend on no log-prob, with the graph of the log-probs: backward finds one, and zeros."""
+    # By selection: 0 times a log-prob of -inf is not 0.
+    return loss + torch.where(torch.zeros_like(logprob, dtype=torch.bool), logprob, 0.0).sum()
 
 
 def _weighed_sum(x: Inputs, losses: Tensor) -> Tensor:

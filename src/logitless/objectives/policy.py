@@ -11,8 +11,8 @@ With r = pi / pi_old the probability ratio of a token and A its advantage:
     dft             -w constant(pi) log pi     the same, by the probability that the token has already
 
 A term returns ``[C]`` losses, or those and a dictionary of ``[C]`` values to be averaged as metrics; or a function that
-makes it, which is called where metrics are wanted. GRPO, DAPO,
-Dr.GRPO and REINFORCE++ are not terms: they are ``ppo_clip`` with other advantages and reductions.
+makes it, which is called where metrics are wanted. GRPO, DAPO, Dr.GRPO and REINFORCE++ are not terms: they are
+``ppo_clip`` with other advantages and reductions.
 """
 
 from __future__ import annotations

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from logitless.collectives import agree_if, fingerprint
 from logitless.errors import LogitlessError, did_you_mean
-from logitless.errors.arguments import check_flags, dense, instance
-from logitless.objectives.checks import check_field, check_stats, finite, known_name, sequence_group
-from logitless.objectives.inputs import Inputs, statistics_of, widened
+from logitless.errors.arguments import check_flags, dense
+from logitless.objectives.checks import check_field, check_known_name, check_rows, check_stats, finite, sequence_group
+from logitless.objectives.inputs import Inputs, facts_of_results, results_of
 from logitless.objectives.metrics import Evaluate, Metrics
 from logitless.objectives.preference_terms import KINDS, Scores, Settings, kto
 from logitless.objectives.reduction import check_denominator, inverse
@@ -29,7 +29,6 @@ from logitless.rows import Rows
 from logitless.spec import TokenStats
 
 NAME = "Preference"
-FIELDS = ("ref_logprob", "ref_sample_logprob", "reference_kl")
 PLACES = ("chosen", "rejected")
 KindName = Literal["dpo", "ipo", "hinge", "simpo", "cpo", "orpo", "kto"]
 """Names of :data:`KINDS`, for editors and type checkers."""
@@ -81,7 +80,7 @@ class Preference:
     own_terms: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
-        known_name(self.kind, KINDS, f"{NAME}: kind")
+        check_known_name(self.kind, KINDS, f"{NAME}: kind")
         takes = KINDS[self.kind].takes
         for name in Settings._fields:
             if getattr(self, name) is not None and name not in takes:
@@ -152,28 +151,28 @@ class Preference:
         group: Any = None,
     ) -> Inputs:
         """The vectors of these rows, and what belongs to their samples. All checks are made here."""
-        if instance(rows, Rows, f"{NAME}: rows", " Make one with Rows.packed, say.").response_lengths is None:
+        if check_rows(NAME, rows).response_lengths is None:
             raise LogitlessError(
                 f"{NAME}: it compares whole samples, but rows given as targets or (index, target) know of no samples. "
                 f"Make them with Rows.packed, Rows.padded or Rows.from_mask."
             )
         if prompt_tokens is not None:
             raise LogitlessError(f'{NAME}: prompt_tokens go with reduce="prompt_mean" of an Objective.')
-        stats = None if stats is None else widened(stats)
         device, num_samples = rows.target.device, len(rows.counts)
-        chosen, rejected, owners = self._owned(rows.counts)
+        chosen, rejected, owners = self._in_order(rows.counts)
         of_rows, of_batch = self._fields(fields, len(rows), num_samples, device)
         group = sequence_group(NAME, rows, group, needed=True)
         number = len(chosen) + (len(rejected) if self.kind == "kto" else 0)
         # A rank's loss is its part of a sum, and the context-parallel ranks of a sample all compute the same.
         count = check_denominator(NAME, number if denominator is None else denominator, device)
         scale = inverse(count) / (1 if group is None else group.size())
-        pair = zip(PLACES, (chosen, rejected), strict=True)
-        places = {name: torch.tensor(numbers, dtype=torch.int64, device="cpu") for name, numbers in pair}
+        if "ref_sample_logprob" in of_batch:
+            owners["ref_sample_logprob"] = range(num_samples)
+        for name, numbers in zip(PLACES, (chosen, rejected), strict=True):
+            places = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+            of_batch[name] = places.to(device, non_blocking=True)
         return Inputs(
-            logprob=torch.zeros(len(rows), device=device) if stats is None else stats.logprob,
-            entropy=None if stats is None else stats.entropy,
-            statistics=statistics_of(stats),
+            **results_of(stats, rows, self),
             fields=of_rows,
             counted=rows.counted,
             weight=torch.where(rows.counted, scale, 0.0),
@@ -181,8 +180,8 @@ class Preference:
             totals=rows.totals,
             counts=rows.counts,
             group=group,
-            batch={**of_batch, "scale": scale, **{k: x.to(device, non_blocking=True) for k, x in places.items()}},
-            owners={name: x for name, x in owners.items() if name in places or name in of_batch},
+            batch={**of_batch, "scale": scale},
+            owners=owners,
         )
 
     def sample_sums(self, summed: bool) -> tuple[int, int]:
@@ -234,14 +233,11 @@ class Preference:
         """
 
         def prepare() -> Inputs:
-            check_stats(NAME, stats, len(instance(rows, Rows, f"{NAME}: rows", " Make one with Rows.packed, say.")))
+            check_stats(NAME, stats, len(check_rows(NAME, rows)))
             return self.inputs(stats, rows, fields, denominator=denominator, group=group)
 
         def facts(inputs: Inputs) -> dict[str, Any]:
-            return self.facts_over_samples(inputs, denominator) | {
-                "whether a gradient is recorded": inputs.logprob.requires_grad,
-                "the dtype of logprob": str(inputs.logprob.dtype),
-            }
+            return self.facts_over_samples(inputs, denominator) | facts_of_results(inputs)
 
         check_flags(NAME, check_group=check_group)
         return self.evaluate(agree_if(check_group, group, NAME, prepare, facts))
@@ -299,20 +295,20 @@ class Preference:
         rows = Metrics.of_rows(of_rows, x.counted, sums=sums)
         return replace(rows, means={**means, **rows.means})
 
-    def _owned(self, counts: tuple[int, ...]) -> tuple[Sequence[int], Sequence[int], dict[str, Sequence[int]]]:
-        """Numbers of the chosen and of the rejected samples in the order of the samples that they go with, and these.
+    def _in_order(self, counts: tuple[int, ...]) -> tuple[Sequence[int], Sequence[int], dict[str, Sequence[int]]]:
+        """Numbers of the chosen and of the rejected samples in the order of the samples that they go with; and these,
+        as ``owners`` of :class:`Inputs`.
 
         A pair goes with its first sample that has rows; a pair without rows with none.
         """
         chosen, rejected = self._samples(len(counts))
-        of_samples = {"ref_sample_logprob": range(len(counts))}
         if self.kind == "kto":
             chosen, rejected = sorted(chosen), sorted(rejected)
-            return chosen, rejected, {"chosen": chosen, "rejected": rejected, **of_samples}
+            return chosen, rejected, {"chosen": chosen, "rejected": rejected}
         pairs = zip(chosen, rejected, strict=True)
         owned = sorted((min((x for x in pair if counts[x]), default=len(counts)), *pair) for pair in pairs)
         owner, chosen, rejected = zip(*owned, strict=True) if owned else ((), (), ())
-        return chosen, rejected, {"chosen": owner, "rejected": owner, **of_samples}
+        return chosen, rejected, {"chosen": owner, "rejected": owner}
 
     def _samples(self, num_samples: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Numbers of the chosen and of the rejected samples."""
@@ -340,7 +336,9 @@ class Preference:
         """Fields per row, and those per sample or batch in float64."""
         found: dict[str, Any] = {name: x for name, x in given.items() if x is not None}
         reference = KINDS[self.kind].reference
-        known = (*(FIELDS[:2] if reference else ()), *(FIELDS[2:] if self.kind == "kto" else ()))
+        known = ["ref_logprob", "ref_sample_logprob"] if reference else []
+        if self.kind == "kto":
+            known.append("reference_kl")
         for name in found:
             if name not in known:
                 raise LogitlessError(
@@ -368,22 +366,23 @@ class Preference:
         return rows, batch
 
     def _check_pairs(self) -> None:
-        for name in ("chosen", "rejected"):
+        for name in PLACES:
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, _numbers(name, getattr(self, name)))
         if (self.chosen is None) != (self.rejected is None):
             raise LogitlessError(f"{NAME}: chosen and rejected go together, but only one of them came.")
         if self.chosen is None or self.rejected is None:
             return
-        if self.kind != "kto" and len(self.chosen) != len(self.rejected):
+        if self.kind == "kto":
+            both = set(self.chosen) & set(self.rejected)
+        elif len(self.chosen) == len(self.rejected):
+            both = {a for a, b in zip(self.chosen, self.rejected, strict=True) if a == b}
+        else:
             raise LogitlessError(
                 f"{NAME}: chosen names {len(self.chosen)} samples but rejected names {len(self.rejected)}."
             )
-        same = set(self.chosen) & set(self.rejected) if self.kind == "kto" else set()
-        if self.kind != "kto":
-            same = {a for a, b in zip(self.chosen, self.rejected, strict=True) if a == b}
-        if same:
-            raise LogitlessError(f"{NAME}: sample {min(same)} is both chosen and rejected.")
+        if both:
+            raise LogitlessError(f"{NAME}: sample {min(both)} is both chosen and rejected.")
 
 
 def _numbers(name: str, samples: Any) -> tuple[int, ...]:

@@ -22,17 +22,10 @@ from torch import Tensor
 
 from logitless.collectives import resolve_group, sum_over
 from logitless.errors import LogitlessError
-from logitless.errors.arguments import (
-    check_flags,
-    check_name,
-    dense,
-    instance,
-    real_numbers,
-    refused,
-    sequence,
-)
+from logitless.errors.arguments import check_flags, check_name, dense, instance, real_numbers, refused, sequence
 from logitless.rows import Rows
 from logitless.rows.integers import holds_integers, whole_number
+from logitless.rows.layouts import num_ranks
 from logitless.spec import inspectable
 
 Reduction = Literal["token_mean", "sample_mean", "sample_sum", "prompt_mean"]
@@ -60,11 +53,9 @@ def row_weights(
             :func:`prompt_tokens_over`.
         complete: what ``rows.complete`` says, if it was asked.
     """
-    known = isinstance(rows, Rows) and isinstance(reduce, str) and reduce in REDUCTIONS
-    if not known or not isinstance(complete, bool):
-        instance(rows, Rows, "row_weights: rows", " Make one with Rows.packed, say.")
-        check_name(reduce, REDUCTIONS, "row_weights: reduce")
-        check_flags("row_weights", complete=complete)
+    instance(rows, Rows, "row_weights: rows", " Make one with Rows.packed, say.")
+    check_name(reduce, REDUCTIONS, "row_weights: reduce")
+    check_flags("row_weights", complete=complete)
     if (reduce == "sample_sum" or length is not None) and (type(length) is not int or length < 1):
         raise refused("row_weights: length", "the fixed length of sample_sum, a positive integer,", length)
     device, num_samples = rows.target.device, len(rows.counts)
@@ -194,10 +185,10 @@ def _batches(caller: str, rows: Rows | Sequence[Rows]) -> list[Rows]:
 
 def _once_over(caller: str, count: Tensor, batches: list[Rows], group: Any) -> Tensor:
     """Sum of a count over ranks; the context-parallel ranks of a sample have the same count, which is taken once."""
-    group = None if group is None else resolve_group(group, f"{caller}: group")
+    group = resolve_group(group, f"{caller}: group")
     if group is None:
         return count
-    size = 1 if batches[0].cp is None else batches[0].cp.size
+    size = num_ranks(batches[0].cp)
     if group.size() % size:
         raise LogitlessError(
             f"{caller}: group has {group.size()} ranks but these rows are split over {size} context-parallel ranks. "

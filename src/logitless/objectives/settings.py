@@ -13,10 +13,10 @@ from logitless.backends.divergences import Divergence
 from logitless.collectives import fingerprint
 from logitless.errors import LogitlessError, closest
 from logitless.errors.arguments import described, instance, sequence
-from logitless.objectives.checks import finite, known_name, resolve_bounds, resolve_clip, unknown
+from logitless.objectives.checks import check_known_name, finite, resolve_bounds, resolve_clip, unknown
 from logitless.objectives.corrections import CORRECTIONS
 from logitless.objectives.kl import KL_TERMS
-from logitless.objectives.policy import POLICY_TERMS
+from logitless.objectives.policy import POLICY_TERMS, PolicyTerm
 from logitless.objectives.reduction import REDUCTIONS
 from logitless.objectives.stated import name_of
 
@@ -86,7 +86,7 @@ def check_settings(objective: Any) -> None:
 
 
 def _check_reduction(objective: Any) -> None:
-    known_name(objective.reduce, REDUCTIONS, "Objective: reduce")
+    check_known_name(objective.reduce, REDUCTIONS, "Objective: reduce")
     if (objective.reduce == "sample_sum") != (objective.length is not None):
         raise LogitlessError(
             f'Objective: length goes with reduce="sample_sum" and with no other, but reduce is {objective.reduce!r} '
@@ -108,10 +108,15 @@ def _check_level(objective: Any) -> None:
         )
 
 
+def policy_term(objective: Any) -> PolicyTerm:
+    """The policy term; a function of the caller's is one that asks for nothing by itself."""
+    policy = objective.policy
+    return POLICY_TERMS[policy] if isinstance(policy, str) else PolicyTerm(policy, needs=())
+
+
 def policy_keywords(objective: Any) -> dict[str, Any]:
     """Keyword arguments of the policy term; raises for one that it does not take."""
-    named = isinstance(objective.policy, str)
-    term = POLICY_TERMS[objective.policy].function if isinstance(objective.policy, str) else objective.policy
+    named, term = isinstance(objective.policy, str), policy_term(objective)
     keywords = dict(objective.policy_options)
     for name in ("clip", "dual_clip"):
         if getattr(objective, name) is not None:
@@ -122,25 +127,25 @@ def policy_keywords(objective: Any) -> dict[str, Any]:
     if keywords.get("dual_clip") is not None and (named or objective.dual_clip is not None):
         if finite("dual_clip", keywords["dual_clip"]) <= 1:
             raise LogitlessError(f"Objective: dual_clip must be above 1 but is {keywords['dual_clip']!r}.")
-    if named:
-        for name, why in POLICY_TERMS[str(objective.policy)].refused.items():
-            if keywords.get(name):
-                raise LogitlessError(f"Objective: policy {objective.policy!r} takes no {name}: {why}.")
-        smoothing = keywords.get("label_smoothing", 0.0)
-        if objective.policy == "cross_entropy" and not 0 <= finite("label_smoothing", smoothing) < 1:
-            raise LogitlessError(f"Objective: label_smoothing must be in 0 .. 1 but is {smoothing!r}.")
-        for name in POLICY_TERMS[str(objective.policy)].numbers:
-            if name in keywords and finite(name, keywords[name]) <= 0:
-                raise LogitlessError(f"Objective: {name} must be above 0 but is {keywords[name]!r}.")
-    parameters = _parameters(term)
+    for name, why in term.refused.items():
+        if keywords.get(name):
+            raise LogitlessError(f"Objective: policy {objective.policy!r} takes no {name}: {why}.")
+    smoothing = keywords.get("label_smoothing", 0.0)
+    if objective.policy == "cross_entropy" and not 0 <= finite("label_smoothing", smoothing) < 1:
+        raise LogitlessError(f"Objective: label_smoothing must be in 0 .. 1 but is {smoothing!r}.")
+    for name in term.numbers:
+        if name in keywords and finite(name, keywords[name]) <= 0:
+            raise LogitlessError(f"Objective: {name} must be above 0 but is {keywords[name]!r}.")
+    parameters = _parameters(term.function)
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return keywords
     taken = [name for name, p in list(parameters.items())[1:] if p.kind is not p.VAR_POSITIONAL]
     for name in keywords:
         if name not in taken:
-            shown = repr(objective.policy) if named else getattr(term, "__name__", repr(term))
+            policy = objective.policy
+            came = repr(policy) if named else getattr(policy, "__name__", repr(policy))
             raise LogitlessError(
-                f"Objective: policy {shown} does not take {name}. It takes: {', '.join(taken) or 'no options'}."
+                f"Objective: policy {came} does not take {name}. It takes: {', '.join(taken) or 'no options'}."
             )
     return keywords
 
@@ -155,8 +160,7 @@ def _parameters(term: Any) -> Mapping[str, inspect.Parameter]:
 
 def clip_of(objective: Any) -> Any:
     """``(low, high)`` that the policy term clips with, its own where none was given; None where it has none."""
-    term = POLICY_TERMS[objective.policy].function if isinstance(objective.policy, str) else objective.policy
-    own = _parameters(term).get("clip")
+    own = _parameters(policy_term(objective).function).get("clip")
     return policy_keywords(objective).get("clip", None if own is None or own.default is own.empty else own.default)
 
 

@@ -89,7 +89,7 @@ def _in_words(x: Any, read: Names, above: tuple[Any, ...]) -> str:
         return _callable(x, above)
     if _is_walked(x):
         read = None if read is None else read | _reads(x, read)
-        return _with(name_of(type(x)), _attributes(x, read), read, above)
+        return _with_parts(name_of(type(x)), _attributes(x, read), read, above)
     return _without_address(x)
 
 
@@ -117,29 +117,30 @@ def _callable(x: Any, above: tuple[Any, ...]) -> str:
     x = getattr(x, "__dict__", {}).get("_torchdynamo_orig_callable", x)
     if isinstance(x, functools.partial):
         parts = {"": x.func, **{str(i): y for i, y in enumerate(x.args)}, **x.keywords}
-        return _with("functools.partial", parts.items(), None, above)
+        return _with_parts("functools.partial", parts.items(), None, above)
     if isinstance(x, MethodType) and isinstance(x.__func__, FunctionType):
         names = _names(x.__func__.__code__)
         read = names | _reads(x.__self__, names)
         of = [("cls", x.__self__)] if isinstance(x.__self__, type) else _attributes(x.__self__, read)
-        return _with(_named(x.__func__), [*_made_with(x.__func__), *of], read, above)
+        return _with_parts(_function_name(x.__func__), [*_made_with(x.__func__), *of], read, above)
     if isinstance(x, FunctionType):
-        return _with(_named(x), _made_with(x), _names(x.__code__), above)
+        return _with_parts(_function_name(x), _made_with(x), _names(x.__code__), above)
     if isinstance(x, BuiltinFunctionType | MethodWrapperType | WrapperDescriptorType | MethodDescriptorType):
         bound = getattr(x, "__self__", None)
-        return _with(name_of(x), () if bound is None or isinstance(bound, ModuleType) else [("", bound)], None, above)
+        parts = [] if bound is None or isinstance(bound, ModuleType) else [("", bound)]
+        return _with_parts(name_of(x), parts, None, above)
     if type(x).__module__.startswith("torch.") and not isinstance(x, nn.Module):
         return _without_address(x)
     read = _reads(x, frozenset({"__call__", "forward"})) or None
-    return _with(name_of(type(x)), _attributes(x, read), read, above)
+    return _with_parts(name_of(type(x)), _attributes(x, read), read, above)
 
 
-def _named(function: FunctionType) -> str:
+def _function_name(function: FunctionType) -> str:
     """Its name and a sum over its code: two functions of one place, such as lambdas, have one name."""
-    return f"{function.__qualname__}#{_sum(function.__code__):08x}"
+    return f"{function.__qualname__}#{_code_sum(function.__code__):08x}"
 
 
-def _with(name: str, parts: Any, read: Names, above: tuple[Any, ...]) -> str:
+def _with_parts(name: str, parts: Any, read: Names, above: tuple[Any, ...]) -> str:
     told = ", ".join(
         f"{key}={stated(value, read, above)}" if key else stated(value, read, above) for key, value in parts
     )
@@ -198,7 +199,7 @@ def _names(code: CodeType) -> frozenset[str]:
     return frozenset({*code.co_names, *texts}.union(*within))
 
 
-def _sum(code: CodeType) -> int:
+def _code_sum(code: CodeType) -> int:
     """A sum over instructions and constants, and those of code within."""
-    consts = [f"{_sum(x):08x}" if isinstance(x, CodeType) else stated(x) for x in code.co_consts]
+    consts = [f"{_code_sum(x):08x}" if isinstance(x, CodeType) else stated(x) for x in code.co_consts]
     return zlib.crc32(repr((code.co_code, code.co_names, consts)).encode())

@@ -20,9 +20,10 @@ from torch import Tensor
 
 from logitless.collectives import gather_over, resolve_group
 from logitless.errors import LogitlessError
-from logitless.errors.arguments import FLOATS, check_flags, dense, instance, is_number, real_numbers, refused
-from logitless.objectives.checks import at_least_zero
+from logitless.errors.arguments import FLOATS, check_flags, dense, is_number, real_numbers, refused
+from logitless.objectives.checks import at_least_zero, check_rows
 from logitless.rows import Rows
+from logitless.rows.exchange import check_ranks
 
 
 class Returns(NamedTuple):
@@ -83,11 +84,12 @@ def token_rewards(rewards: Tensor, rows: Rows, *, penalty: Tensor | None = None,
         penalty: ``[R]``, for example ``0.01 * kl_penalty(logprob, ref_logprob)``.
         group: context-parallel group; None if the rows are not split. One all-reduce of ``[N]``.
     """
-    device = _check_rows("token_rewards", rows).target.device
+    device = check_rows("token_rewards", rows).target.device
     real_numbers(rewards, "token_rewards: rewards", (len(rows.counts),), "sample", device)
     if penalty is not None:
         real_numbers(penalty, "token_rewards: penalty", (len(rows),), "row", device)
-    group = _sequence_group("token_rewards", rows, group)
+    group = resolve_group(group, "token_rewards: group")
+    check_ranks("token_rewards", rows, group)
     counted = rows.counted
     place = torch.where(counted, rows.position, -1).double()
     lengths = torch.tensor(rows.counts, dtype=torch.int64, device="cpu").to(place.device, non_blocking=True)
@@ -173,7 +175,7 @@ def value_loss(
 
 def _whole(rows: Rows, given: dict[str, Tensor], group: Any, caller: str) -> tuple[Tensor, ...]:
     """Fields of all response tokens in float64; then which tokens count, and which are the last of a sample."""
-    device = _check_rows(caller, rows).target.device
+    device = check_rows(caller, rows).target.device
     for name, x in given.items():
         real_numbers(x, f"{caller}: {name}", (len(rows),), "row", device)
     counted = rows.counted
@@ -204,18 +206,6 @@ def _scan(a: Tensor, b: Tensor, rows: Rows) -> Tensor:
 def _shift(x: Tensor, step: int) -> Tensor:
     """Entry ``t + step`` at t, zeros past the end."""
     return torch.nn.functional.pad(x[step:], (0, min(step, x.shape[0])))
-
-
-def _sequence_group(caller: str, rows: Rows, group: Any) -> dist.ProcessGroup | None:
-    group = resolve_group(group, f"{caller}: group")
-    size, world = 1 if rows.cp is None else rows.cp.size, 1 if group is None else group.size()
-    if size != world:
-        raise LogitlessError(f"{caller}: these rows are split over {size} ranks but group has {world}.")
-    return group
-
-
-def _check_rows(caller: str, rows: Any) -> Rows:
-    return instance(rows, Rows, f"{caller}: rows", " Make one with Rows.packed, say.")
 
 
 def _check_rate(caller: str, name: str, value: float) -> None:

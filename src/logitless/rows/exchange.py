@@ -18,11 +18,13 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from logitless.collectives import agree_if, resolve_group, sum_over, table_over
 from logitless.errors import LogitlessError, no_second_derivative
 from logitless.errors.arguments import check_flags, dense, described, sequence
+from logitless.rows.layouts import num_ranks
 
 GradRule = Literal["sum", "slice"] | None
 
@@ -39,7 +41,9 @@ def exchanged(
 
     def prepare() -> tuple[Tensor, ...]:
         whole_lengths(caller, rows)
-        _check_split(caller, rows, to, 1 if process_group is None else process_group.size())
+        if to is not None:
+            _check_same_samples(rows, to)
+        check_ranks(f"Rows.{caller}", rows, process_group)
         return _check_fields(caller, x, len(rows))
 
     def facts(fields: tuple[Tensor, ...]) -> dict[str, Any]:
@@ -64,36 +68,38 @@ def whole_lengths(caller: str, rows: Any) -> tuple[int, ...]:
     return rows.response_lengths
 
 
-def end_to_end(caller: str, parts: Sequence[Tensor], lengths: Sequence[int], has: str) -> Tensor:
+def end_to_end(caller: str, name: str, parts: Sequence[Tensor], lengths: Sequence[int], has: str) -> Tensor:
     """Tensors of each sample, of these lengths, end to end. ``has`` says in an error what a sample has that many of."""
-    name = "parts" if caller == "join" else "responses"
-    wanted = "a list of one tensor for each sample"
-    if len(sequence(parts, f"Rows.{caller}: {name}", wanted)) != len(lengths):
-        raise LogitlessError(f"Rows.{caller}: {name}: got {len(parts)} tensors for {len(lengths)} samples.")
+    argument = f"Rows.{caller}: {name}"
+    if len(sequence(parts, argument, "a list of one tensor for each sample")) != len(lengths):
+        raise LogitlessError(f"{argument}: got {len(parts)} tensors for {len(lengths)} samples.")
     for sample, (part, length) in enumerate(zip(parts, lengths, strict=True)):
-        if dense(part, f"Rows.{caller}: {name}: that of sample {sample}").shape[:1] != (length,):
+        if dense(part, f"{argument}: that of sample {sample}").shape[:1] != (length,):
             came = part.shape[0] if part.dim() == 1 else list(part.shape)
-            raise LogitlessError(f"Rows.{caller}: {name}: sample {sample} has {came} entries but {has.format(length)}.")
+            raise LogitlessError(f"{argument}: sample {sample} has {came} entries but {has.format(length)}.")
     if not parts:
         raise LogitlessError(f"Rows.{caller}: there are no samples, so neither dtype nor device is known.")
     return torch.cat(list(parts))
 
 
-def _check_split(caller: str, rows: Any, to: Any, world: int) -> None:
-    """Raise unless ``to``, if there is one, is of the same samples and split over as many ranks, and ``rows`` over all
-    ``world`` of them."""
-    size = 1 if rows.cp is None else rows.cp.size
-    if to is not None and rows.response_lengths != to.response_lengths:
+def check_ranks(caller: str, rows: Any, group: dist.ProcessGroup | None) -> None:
+    """Raise unless these rows are split over as many ranks as the group has."""
+    size, world = num_ranks(rows.cp), 1 if group is None else group.size()
+    if size != world:
+        raise LogitlessError(f"{caller}: these rows are split over {size} ranks but group has {world}.")
+
+
+def _check_same_samples(rows: Any, to: Any) -> None:
+    """Raise unless ``to`` is of the same samples, and split over as many ranks if both are split."""
+    if rows.response_lengths != to.response_lengths:
         raise LogitlessError(
             f"Rows.redistribute: to= was made for responses of {list(to.response_lengths or ())} tokens but these "
             f"rows for {list(rows.response_lengths)}. Both must describe the same samples."
         )
-    if to is not None and to.cp is not None and rows.cp is not None and to.cp.size != size:
+    if to.cp is not None and rows.cp is not None and to.cp.size != rows.cp.size:
         raise LogitlessError(
-            f"Rows.redistribute: these rows are split over {size} ranks but to= over {to.cp.size} ranks."
+            f"Rows.redistribute: these rows are split over {rows.cp.size} ranks but to= over {to.cp.size} ranks."
         )
-    if size != world:
-        raise LogitlessError(f"Rows.{caller}: these rows are split over {size} ranks but group has {world}.")
 
 
 def _check_fields(caller: str, x: Tensor | Sequence[Tensor], num_rows: int) -> tuple[Tensor, ...]:
@@ -156,7 +162,7 @@ def check_one_batch(rows: Any, group: Any) -> None:
 
     Every rank sees the same table, so every rank raises the same error, or none does.
     """
-    scheme = (type(rows.cp).__name__, 1 if rows.cp is None else rows.cp.size)
+    scheme = (type(rows.cp).__name__, num_ranks(rows.cp))
     rank, world = 0 if rows.cp is None else rows.cp.rank, group.size()
     mine = (rank, scheme, rows.num_tokens, rows.spans, rows.response_lengths, *rows.batch.fingerprints())
     ranks, schemes, num_tokens, *by_sample = zip(*table_over(group, mine), strict=True)
@@ -165,8 +171,7 @@ def check_one_batch(rows: Any, group: Any) -> None:
         raise LogitlessError(
             f"Rows.check_over: ranks 0 .. {world - 1} of the group made rows of ranks {list(ranks)} of the split."
         )
-    if scheme[1] != world:
-        raise LogitlessError(f"Rows.check_over: these rows are split over {scheme[1]} ranks but group has {world}.")
+    check_ranks("Rows.check_over", rows, group)
     for what, by_rank in zip(("padded length", "response length", "tokens", "loss mask"), by_sample, strict=True):
         _check_same("the number of samples", [len(values) for values in by_rank])
         for sample, values in enumerate(zip(*by_rank, strict=True)):

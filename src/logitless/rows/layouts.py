@@ -54,14 +54,18 @@ class Scheme(Protocol):
         ...
 
 
-def check_scheme(cp: Any, lines: bool = False) -> None:
-    """Raise for an object that is no scheme, or with ``lines`` for a scheme that does not cut padded lines."""
-    if cp is not None and not lines and not isinstance(cp, Scheme):
+def check_scheme(cp: Any) -> None:
+    """Raise for an object that is no scheme."""
+    if cp is not None and not isinstance(cp, Scheme):
         raise LogitlessError(
             f"Rows.packed: cp must be a Zigzag, a Contiguous or None but is {cp!r}. A scheme of your own needs rank, "
             f"size, multiple, by_sample, tokens."
         )
-    if cp is not None and lines and not (isinstance(cp, Scheme) and cp.by_sample):
+
+
+def check_scheme_of_lines(cp: Any) -> None:
+    """Raise for an object that is no scheme, or one that does not cut padded lines."""
+    if cp is not None and not (isinstance(cp, Scheme) and cp.by_sample):
         raise LogitlessError(
             f"Rows.padded: cp must be a Zigzag or None but is {type(cp).__name__}. A contiguous split of padded lines "
             f"would give one rank all the prompts; pack the samples (Rows.packed) to split them contiguously."
@@ -149,6 +153,11 @@ def ragged_arange(lengths: Tensor) -> tuple[Tensor, Tensor]:
 def round_up(n: Any, multiple: int) -> Any:
     """The next multiple, of a number or a tensor."""
     return n if multiple == 1 else -(-n // multiple) * multiple
+
+
+def num_ranks(cp: Scheme | None) -> int:
+    """Ranks that the tokens are split over."""
+    return 1 if cp is None else cp.size
 
 
 def here(cp: Scheme | None) -> str:

@@ -26,7 +26,7 @@ from logitless.errors import LogitlessError
 from logitless.errors.arguments import check_name, dense, device_named, instance, refused
 from logitless.rows.exchange import GradRule, check_one_batch, end_to_end, exchanged, whole_lengths
 from logitless.rows.integers import check_distinct, device_of, integers, whole_number
-from logitless.rows.layouts import Scheme, check_scheme, here, ragged_arange, round_up
+from logitless.rows.layouts import Scheme, check_scheme, check_scheme_of_lines, here, num_ranks, ragged_arange, round_up
 from logitless.rows.masks import samples_of_labels, samples_of_mask
 from logitless.rows.samples import Samples, Tokens, check_samples, moved, spans_of, unpad
 from logitless.spec import IGNORE, inspectable, tracked_by_autograd
@@ -181,10 +181,11 @@ class Rows:
         ([1, 4, 5], [9, 6, 7], [0, 0, 1])
         """
         check_scheme(cp)
+        check_samples("Rows.packed", tokens)
         batch = Samples.check("Rows.packed", tokens, response_lengths, loss_masks, loss_mask_only)
         spans, total = spans_of(batch, cp, align, cu_seqlens)
-        size = 1 if cp is None else cp.size
-        num_tokens = -(-total // size) if num_tokens is None else whole_number(num_tokens, "Rows.packed: num_tokens")
+        fewest = -(-total // num_ranks(cp))
+        num_tokens = fewest if num_tokens is None else whole_number(num_tokens, "Rows.packed: num_tokens")
         sample, offset = ragged_arange(spans) if cp is None else cp.tokens(spans, num_tokens)
         if num_tokens < len(sample):
             raise LogitlessError(
@@ -228,7 +229,7 @@ class Rows:
         [2, 5, 6]
         """
         check_name(padding, ("left", "right"), "Rows.padded: padding")
-        check_scheme(cp, lines=True)
+        check_scheme_of_lines(cp)
         max_length = None if max_length is None else whole_number(max_length, "Rows.padded: max_length")
         device, lead = device_of(tokens) if device is None else device, None
         check_samples("Rows.padded", tokens)
@@ -245,9 +246,10 @@ class Rows:
             raise LogitlessError(f"Rows.padded: sample {sample} has {longest} tokens but max_length is {width}.")
         if lead is None:
             lead = width - batch.lengths if padding == "left" else torch.zeros_like(batch.lengths)
-        spans = torch.full_like(batch.lengths, round_up(width, 1 if cp is None else cp.multiple))
+        padded = round_up(width, 1 if cp is None else cp.multiple)
+        spans = torch.full_like(batch.lengths, padded)
         sample, place = ragged_arange(spans) if cp is None else cp.tokens(spans, width)
-        token_shape = (len(batch), width if cp is None else round_up(width, cp.multiple) // cp.size)
+        token_shape = (len(batch), padded // num_ranks(cp))
         return _select("Rows.padded", batch, sample, place - lead[sample], token_shape, spans, cp, device)
 
     @staticmethod
@@ -317,7 +319,7 @@ class Rows:
     @property
     def complete(self) -> bool:
         """Whether every row is known to count in the loss, and every sample to be here as a whole."""
-        split = self.cp is not None and self.cp.size > 1
+        split = num_ranks(self.cp) > 1
         return self.mask is None and not split and (self.known_range or (IGNORE, 0))[0] >= 0
 
     @functools.cached_property
@@ -348,7 +350,7 @@ class Rows:
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
         """The inverse of :meth:`split`: ``[R]`` from one tensor per sample, an entry for each held response token."""
-        x = end_to_end("join", parts, self.held, "{} response tokens here")
+        x = end_to_end("join", "parts", parts, self.held, "{} response tokens here")
         return x if self.slot is None else x.index_select(0, self.slot)
 
     def from_responses(self, responses: Sequence[Tensor]) -> Tensor:
@@ -357,7 +359,7 @@ class Rows:
         Under context parallelism or ``loss_mask_only`` this picks the tokens that are scored here.
         """
         lengths = whole_lengths("from_responses", self)
-        whole = end_to_end("from_responses", responses, lengths, "a response of {} tokens")
+        whole = end_to_end("from_responses", "responses", responses, lengths, "a response of {} tokens")
         return whole.index_select(0, self.response.to(whole.device))  # pyright: ignore[reportOptionalMemberAccess]
 
     def gather(self, x: Tensor | Sequence[Tensor], group: Any, *, grad: GradRule, check: bool = False) -> Any:
@@ -465,9 +467,10 @@ def _select(
     counts = held if slot is None else tuple(torch.bincount(sample, minlength=len(batch)).tolist())
     source = (batch.lengths.cumsum(0) - batch.responses).index_select(0, sample) + position
     target = batch.ids[source.to(batch.ids.device)]
-    on_host = inspectable(target) and target.numel() > 0
-    low, high = target.aminmax() if on_host else (0, 0)
-    target_range = (int(low), int(high)) if on_host else None
+    target_range = None
+    if inspectable(target) and target.numel():
+        low, high = target.aminmax()
+        target_range = (int(low), int(high))
     device = device_named(device, f"{caller}: device") if device is not None else batch.ids.device
     tensors = {"index": place, "target": target, "sample": sample, "position": position, "response": response}
     tensors |= {"totals": batch.totals, "slot": slot, "mask": mask}

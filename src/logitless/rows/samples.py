@@ -79,8 +79,8 @@ class Samples:
         loss_masks: Sequence[Tensor | Sequence[int]] | None,
         loss_mask_only: bool,
     ) -> Samples:
+        """The batch, of a list that :func:`check_samples` has let through."""
         check_flags(caller, loss_mask_only=loss_mask_only)
-        check_samples(caller, tokens)
         if not hasattr(response_lengths, "__len__") or getattr(response_lengths, "shape", None) == ():
             raise LogitlessError(
                 f"{caller}: response_lengths must be a list, the response tokens of each sample, but is "
@@ -140,10 +140,7 @@ def _check_masks(caller: str, masks: Sequence[Tensor | Sequence[int]], responses
     for sample, (mask, response) in enumerate(zip(masks, responses, strict=True)):
         wanted, argument = "a list or 1-D tensor of numbers", f"{caller}: loss_masks: the mask of sample {sample}"
         if len(sequence(mask, argument, wanted)) != response:
-            raise LogitlessError(
-                f"{caller}: loss_masks: the mask of sample {sample} has {len(mask)} entries but its response has "
-                f"{response} tokens."
-            )
+            raise LogitlessError(f"{argument} has {len(mask)} entries but its response has {response} tokens.")
         flat = mask.dim() == 1 if isinstance(mask, Tensor) else all(isinstance(x, Real) for x in mask)
         if not flat:
             raise refused(argument, wanted, mask)
@@ -195,8 +192,9 @@ def _attended(tokens: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
     """``[N]`` tokens of each line, and padding before them: any number on either side, but none between them."""
     dense(attention_mask, "Rows.padded: attention_mask", f"{list(tokens.shape)} like tokens", numbers=True)
     if attention_mask.shape != tokens.shape:
-        came = list(attention_mask.shape) if isinstance(attention_mask, Tensor) else type(attention_mask).__name__
-        raise LogitlessError(f"Rows.padded: attention_mask must be {list(tokens.shape)} like tokens but is {came}.")
+        raise LogitlessError(
+            f"Rows.padded: attention_mask must be {list(tokens.shape)} like tokens but is {list(attention_mask.shape)}."
+        )
     real = attention_mask.detach().cpu() != 0
     counts, place = real.sum(1), torch.arange(tokens.shape[1], device="cpu")
     lead = torch.where(real, place, tokens.shape[1]).amin(1) if real.numel() else torch.zeros_like(counts)
@@ -274,12 +272,11 @@ def spans_of(
 
 def moved(tensors: Sequence[Tensor | None], device: torch.device) -> list[Any]:
     """Integers and masks on a device: those that must go there from a CPU go in one copy, in the order given."""
-    going = [x for x in tensors if x is not None and x.device.type == "cpu" and device.type != "cpu"]
-    if not going:
-        return [None if x is None else x.to(device) for x in tensors]
-    sent = torch.cat([x.reshape(-1).to(torch.int64) for x in going]).to(device, non_blocking=True)
-    parts = iter(sent.split([x.numel() for x in going]))
-    return [
-        None if x is None else next(parts).view(x.shape).to(x.dtype) if any(x is y for y in going) else x.to(device)
-        for x in tensors
-    ]
+    going = {} if device.type == "cpu" else {i: x for i, x in enumerate(tensors) if x is not None and x.is_cpu}
+    out = [x if x is None or i in going else x.to(device) for i, x in enumerate(tensors)]
+    if going:
+        sent = torch.cat([x.reshape(-1).to(torch.int64) for x in going.values()]).to(device, non_blocking=True)
+        parts = sent.split([x.numel() for x in going.values()])
+        for (i, x), part in zip(going.items(), parts, strict=True):
+            out[i] = part.view(x.shape).to(x.dtype)
+    return out
