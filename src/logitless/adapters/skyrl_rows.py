@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -15,7 +14,7 @@ from torch import Tensor
 from logitless.adapters.megatron import check_head
 from logitless.adapters.packs import Batch, ranks_in, with_target
 from logitless.adapters.replacing import Options, held, replaces
-from logitless.adapters.scoring import HALF, every_target, placed
+from logitless.adapters.scoring import HALF, every_target, placed, without_graph
 from logitless.adapters.shards import check_ids, shard_between, vocabulary_of
 from logitless.errors import LogitlessError
 from logitless.operands import Logits
@@ -100,13 +99,13 @@ Vocabulary = tuple[VocabShard | None, int]
 
 def logprobs_of_batch(source: Source, batch: Batch, vocabulary: Vocabulary, grad: GradRule, no_graph: bool) -> Tensor:
     """``[B, S - 1]`` float32 log-probs of the next tokens."""
-    with torch.no_grad() if no_graph else nullcontext():
+    with without_graph(no_graph):
         return batch.spread(_logprobs(source, batch.rows, vocabulary), grad)
 
 
 def logprob_of_every(source: Source, target: Tensor, vocabulary: Vocabulary, no_graph: bool) -> Tensor:
     check_ids("target", target, target.shape)
-    with torch.no_grad() if no_graph else nullcontext():
+    with without_graph(no_graph):
         return _logprobs(source, Rows.every(target), vocabulary).view(target.shape)
 
 
