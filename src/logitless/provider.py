@@ -381,17 +381,18 @@ def _shard(group: Any, bounds: tuple[int, int] | None, columns: int) -> VocabSha
             'vocab_group is None, which says "not split" in some frameworks and "over all ranks" in others. Pass '
             'vocab_group="whole", "world" or the process group.'
         )
-    if isinstance(group, str) and group not in ("whole", "world"):
+    named = isinstance(group, str)
+    if named and group not in ("whole", "world"):
         raise LogitlessError(f'vocab_group must be "whole", "world" or a process group but is {group!r}.')
     if bounds is not None:
         bounds = tuple(sequence(bounds, "vocab_range", "(start, stop) of this rank's columns"))
         if len(bounds) != 2 or not all(type(x) is int for x in bounds):
             raise LogitlessError(f"vocab_range must be (start, stop) of this rank's columns but is {bounds!r}.")
-    if isinstance(group, str) and group == "whole":
+    if named and group == "whole":
         if bounds is not None and bounds != (0, columns):
             raise LogitlessError(f'vocab_range is {bounds} but vocab_group is "whole". Pass the group as well.')
         return None
-    group = dist.group.WORLD if isinstance(group, str) else resolve_group(group, "vocab_group")
+    group = dist.group.WORLD if named else resolve_group(group, "vocab_group")
     return even_shard(group, columns) if bounds is None else shard_between(group, *bounds)
 
 

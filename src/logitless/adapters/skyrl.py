@@ -210,6 +210,7 @@ def fused_linear_chunked_distributed_logprob(
 
 
 def _every(source: Source, target: Tensor, bounds: tuple[Any, int, int], inference_only: bool) -> Tensor:
+    """Log-probs in the shape of the targets; ``bounds`` as for :func:`_padded`."""
     return logprob_of_every(source, target, vocabulary_between(*bounds, source.logits.shape[-1]), inference_only)
 
 

@@ -14,14 +14,14 @@ from torch import Tensor
 from logitless.adapters.megatron import check_head
 from logitless.adapters.packs import Batch, ranks_in, with_target
 from logitless.adapters.replacing import Options, held, replaces
-from logitless.adapters.scoring import HALF, every_target, placed, without_graph
+from logitless.adapters.scoring import HALF, every_target, without_graph
 from logitless.adapters.shards import check_ids, shard_between, vocabulary_of
 from logitless.errors import LogitlessError
 from logitless.operands import Logits
 from logitless.rows import Rows
 from logitless.rows.exchange import GradRule
 from logitless.score import logprobs
-from logitless.seams import without_outside
+from logitless.seams import placed, without_outside
 from logitless.spec import EntropyMode, Head, TokenStats, VocabShard
 
 MODEL_UTILS = "skyrl.backends.skyrl_train.distributed.megatron.model_utils"
@@ -61,7 +61,7 @@ def read_results() -> int | None:
 
 def weigh_read(device: torch.device) -> Callable[[tuple[int, int]], Tensor] | None:
     """Weights for :func:`~logitless.adapters.packs.packed_batch`: 1 for results that are read; None for all."""
-    last = _actions.get()
+    last = read_results()
     if last is None:
         return None
     return lambda shape: (torch.arange(shape[1], device=device) >= shape[1] - last).float().expand(shape)
