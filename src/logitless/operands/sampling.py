@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+import torch
 from torch import Tensor
 
 from logitless.errors import LogitlessError
@@ -136,8 +137,11 @@ class Sampling:
             check_name(match, ("bfloat16", "float16"), "Sampling: match")
         trainer = {name: getattr(head, name) for name in ("temperature", "scale", "softcap", "vocab_size")}
         if isinstance(head.temperature, Tensor):
-            values = head.temperature.detach().reshape(-1).unique().tolist()
-            trainer["temperature"] = values[0] if len(values) == 1 else values
+            values = head.temperature.detach().reshape(-1).unique()
+            # The softmax divides by float32 numbers, and 0.7 in float32 is another number than the engine's 0.7.
+            same = bool((values.float() == torch.tensor(self.temperature, dtype=torch.float32)).all())
+            shown = values.tolist()
+            trainer["temperature"] = self.temperature if same else shown[0] if len(shown) == 1 else shown
         if self.vocab_size is None:
             del trainer["vocab_size"]
         compared = [(name, getattr(self, name), x) for name, x in trainer.items()]
