@@ -30,7 +30,7 @@ from logitless.errors import LogitlessError
 from logitless.errors.arguments import FLOATS, check_flags, dense, instance, refused, sequence
 from logitless.loss import policy_loss as loss_of_logits
 from logitless.objectives import Metrics, Objective
-from logitless.operands import Logits
+from logitless.operands import Logits, shard_of
 from logitless.rows import Rows
 from logitless.rows.layouts import Contiguous, Zigzag
 from logitless.score import logprobs
@@ -189,10 +189,12 @@ def logprobs_from_logits(
     if flat:
         logits = logits.reshape(logits.shape[:-1].numel(), width)
         target, head = _line(target), replace(head, temperature=_line(temperature))
-    shard = _shard(vocab_group, vocab_range, width)
+    operand = placed(logits, _shard(vocab_group, vocab_range, width), overwrite=overwrite_logits)
+    # Logits that are not computed may have a shard of their own.
+    shard = shard_of(operand)
     options = {"entropy": entropy, "head": head, "backend": backend, "memory": _memory(memory, chunk_rows, width)}
     vocabulary = vocab_size or (width if shard is None else shard.vocab_size)
-    return _score(placed(logits, shard, overwrite=overwrite_logits), target, outside, vocabulary, support, options)
+    return _score(operand, target, outside, vocabulary, support, options)
 
 
 def logprobs_from_hidden(
