@@ -263,6 +263,21 @@ def test_two_vocabularies_over_ranks(ranks):
     ranks(run_two_vocabularies, 2)
 
 
+def run_own_shard(rank: int, world: int) -> None:
+    _, target, hidden, weight = drawn()
+    start, stop = ((0, 25), (25, len(weight)))[rank]
+    own = ll.Logits(hidden, weight[start:stop], shard=ll.VocabShard(start, stop, dist.group.WORLD))
+    exact, plain = (truth(h @ w.T, target)[0] for h, w in ((hidden.double(), weight.double()), (hidden, weight)))
+    for outside in ("zero", "ignore"):
+        found = PROVIDER.logprobs_from_logits(own, target, outside=outside).logprob
+        assert_close_to_truth(found, exact, plain)
+
+
+def test_logits_that_are_not_computed_with_a_shard_of_their_own(ranks):
+    """The ids that other ranks have are in the vocabulary."""
+    ranks(run_own_shard, 2)
+
+
 def test_a_range_without_a_group_is_refused():
     with pytest.raises(LogitlessError, match=r'vocab_range is \(2, 6\) but vocab_group is "whole"'):
         PROVIDER.logprobs_from_logits(torch.zeros(2, 4), torch.tensor([3, 3]), vocab_range=(2, 6))

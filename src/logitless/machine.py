@@ -53,7 +53,6 @@ ASKED = 1 << 28
 BLOCK = 1024
 """Rows, as wide as the hidden states, that plain torch scales or mixes at a time."""
 
-
 GLUON = ("3.6",)
 """Versions of Triton whose Gluon, which changes with every release, has run the kernels that are written in it."""
 

@@ -30,7 +30,7 @@ from logitless.errors import LogitlessError
 from logitless.errors.arguments import FLOATS, check_flags, dense, instance, refused, sequence
 from logitless.loss import policy_loss as loss_of_logits
 from logitless.objectives import Metrics, Objective
-from logitless.operands import Logits
+from logitless.operands import Logits, shard_of
 from logitless.rows import Rows
 from logitless.rows.layouts import Contiguous, Zigzag
 from logitless.score import logprobs
@@ -189,10 +189,12 @@ def logprobs_from_logits(
     if flat:
         logits = logits.reshape(logits.shape[:-1].numel(), width)
         target, head = _line(target), replace(head, temperature=_line(temperature))
-    shard = _shard(vocab_group, vocab_range, width)
+    operand = placed(logits, _shard(vocab_group, vocab_range, width), overwrite=overwrite_logits)
+    # Logits that are not computed may have a shard of their own.
+    shard = shard_of(operand)
     options = {"entropy": entropy, "head": head, "backend": backend, "memory": _memory(memory, chunk_rows, width)}
     vocabulary = vocab_size or (width if shard is None else shard.vocab_size)
-    return _score(placed(logits, shard, overwrite=overwrite_logits), target, outside, vocabulary, support, options)
+    return _score(operand, target, outside, vocabulary, support, options)
 
 
 def logprobs_from_hidden(
@@ -381,17 +383,18 @@ def _shard(group: Any, bounds: tuple[int, int] | None, columns: int) -> VocabSha
             'vocab_group is None, which says "not split" in some frameworks and "over all ranks" in others. Pass '
             'vocab_group="whole", "world" or the process group.'
         )
-    if isinstance(group, str) and group not in ("whole", "world"):
+    named = isinstance(group, str)
+    if named and group not in ("whole", "world"):
         raise LogitlessError(f'vocab_group must be "whole", "world" or a process group but is {group!r}.')
     if bounds is not None:
         bounds = tuple(sequence(bounds, "vocab_range", "(start, stop) of this rank's columns"))
         if len(bounds) != 2 or not all(type(x) is int for x in bounds):
             raise LogitlessError(f"vocab_range must be (start, stop) of this rank's columns but is {bounds!r}.")
-    if isinstance(group, str) and group == "whole":
+    if named and group == "whole":
         if bounds is not None and bounds != (0, columns):
             raise LogitlessError(f'vocab_range is {bounds} but vocab_group is "whole". Pass the group as well.')
         return None
-    group = dist.group.WORLD if isinstance(group, str) else resolve_group(group, "vocab_group")
+    group = dist.group.WORLD if named else resolve_group(group, "vocab_group")
     return even_shard(group, columns) if bounds is None else shard_between(group, *bounds)
 
 

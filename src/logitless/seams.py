@@ -83,17 +83,18 @@ def packed_shard(group: Any, columns: int) -> VocabShard | None:
 
 
 def known_shard(group: Any, start: int, stop: int, vocab_size: int) -> VocabShard | None:
-    """Columns ``start .. stop`` of a vocabulary whose ranks the framework has compared; None where one has it all."""
+    """Columns ``start .. stop`` of a vocabulary whose ranks the framework has compared; None where one has it all.
+
+    Its ``bounds`` are those of this rank alone.
+    """
     process_group = _several(group)
     return None if process_group is None else _known(process_group, start, stop, vocab_size)
 
 
 @functools.cache
 def _known(group: dist.ProcessGroup, start: int, stop: int, vocab_size: int) -> VocabShard:
-    shard = object.__new__(VocabShard)
-    known = {"start": start, "stop": stop, "group": group, "check_calls": False, "vocab_size": vocab_size}
-    for name, value in known.items():
-        object.__setattr__(shard, name, value)
+    shard, bounds = object.__new__(VocabShard), ((start, stop),)
+    vars(shard).update(start=start, stop=stop, group=group, check_calls=False, vocab_size=vocab_size, bounds=bounds)
     return shard
 
 

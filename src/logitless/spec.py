@@ -351,6 +351,7 @@ def _check_temperature_tensor(t: Tensor) -> None:
 
 
 def _tiled_size(bounds: list[tuple[int, ...]]) -> int:
+    """Columns in all shards together. Raises where shards overlap or leave a gap."""
     expected = 0
     for rank, (start, stop) in sorted(enumerate(bounds), key=lambda item: item[1]):
         if start < 0 or stop < start:

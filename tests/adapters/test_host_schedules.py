@@ -13,7 +13,7 @@ from test_host_heads import IDS, Model
 from logitless import Logits
 from logitless.adapters.heads import Heads
 from logitless.adapters.ms_swift import _reads
-from logitless.adapters.nemo_rl_heads import _in_step, _of_automodel, reads_few
+from logitless.adapters.nemo_rl_heads import _automodel_reads_few, _step_reads_few, reads_few
 from logitless.adapters.schedules import in_schedule
 
 
@@ -72,17 +72,17 @@ def loss_of(kind: str | None) -> Any:
 )
 def test_post_processors_of_nemo_rl(given, few):
     assert reads_few(given) is few
-    assert _in_step(partial(run, post_processing_fn=given)) is few
-    assert _in_step(partial(run, post_processing_fn=given, enable_hidden_capture=True)) is False
+    assert _step_reads_few(partial(run, post_processing_fn=given)) is few
+    assert _step_reads_few(partial(run, post_processing_fn=given, enable_hidden_capture=True)) is False
 
 
 def test_automodel_of_nemo_rl():
     plain, filtered = (SimpleNamespace(top_k=k, top_p=1.0) for k in (None, 20))
     scored = partial(post, "LogprobsPostProcessor")
-    assert _of_automodel(None, scored(cp_size=1, sampling_params=plain))
-    assert not _of_automodel(None, scored(cp_size=2, sampling_params=plain))
-    assert not _of_automodel(None, scored(cp_size=1, sampling_params=filtered))
-    assert _of_automodel(
+    assert _automodel_reads_few(None, scored(cp_size=1, sampling_params=plain))
+    assert not _automodel_reads_few(None, scored(cp_size=2, sampling_params=plain))
+    assert not _automodel_reads_few(None, scored(cp_size=1, sampling_params=filtered))
+    assert _automodel_reads_few(
         None, post("LossPostProcessor", cp_size=1, loss_fn=loss_of("LOGPROB"), sampling_params=filtered)
     )
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
-from logitless.adapters.shards import cut_shard, even_shard, packed_shard, shard_between
+from logitless import Logits, logprobs
+from logitless.adapters.shards import cut_shard, even_shard, known_shard, packed_shard, shard_between
+from logitless.seams import placed
 from logitless.spec import VocabShard
 
 SIZES = (49, 50, 49, 51, 52, 50, 51)
@@ -71,3 +74,24 @@ def run_alone(rank: int, world: int) -> None:
 
 def test_a_group_of_one_rank_has_no_shard(ranks):
     ranks(run_alone, 1)
+
+
+def run_known(rank: int, world: int) -> None:
+    hidden, weight, target = torch.randn(4, 3), torch.randn(9, 3), torch.tensor([0, 8, 4, 5])
+    dist.broadcast(hidden, 0)
+    dist.broadcast(weight, 0)
+    start, stop = cut(9, rank, world)
+    own = weight[start:stop].clone().requires_grad_()
+    logits = placed(Logits(hidden, own), known_shard(dist.group.WORLD, start, stop, 9))
+    found = logprobs(logits, target).logprob
+    found.sum().backward()
+    whole = weight.requires_grad_()
+    wanted = (hidden @ whole.T).log_softmax(-1).gather(1, target[:, None]).squeeze(1)
+    (gradient,) = torch.autograd.grad(wanted.sum(), whole)
+    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(own.grad, gradient[start:stop])
+
+
+def test_logits_that_are_not_computed_with_bounds_that_the_host_has_compared(ranks):
+    """Of the other ranks' bounds nothing is known here, and none are asked for."""
+    ranks(run_known, 2)

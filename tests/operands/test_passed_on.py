@@ -151,3 +151,21 @@ def test_columns_of_an_adapters_logits():
     pair = (torch.autograd.grad(x.square().sum(), given) for x in (mine, right))
     for gradient, wanted in zip(*pair, strict=True):
         torch.testing.assert_close(gradient, wanted)
+
+
+@pytest.mark.parametrize(
+    "copied",
+    [
+        lambda x: x.to(x.dtype, False, True),
+        lambda x: x.to(x.device, x.dtype, False, True),
+        lambda x: x.to(x, False, True),
+        lambda x: x.to(x.dtype, True, copy=True),
+    ],
+)
+def test_a_copy_that_is_asked_for_by_its_place_is_changed_alone(copied: Callable[[Any], Any]):
+    logits = ll.Logits(torch.randn(3, 4), torch.randn(7, 4))
+    before = logits.computed()
+    copy = copied(logits)
+    copy /= 2
+    torch.testing.assert_close(logits.computed(), before)
+    torch.testing.assert_close(copy.computed(), before / 2)

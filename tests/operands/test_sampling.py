@@ -43,6 +43,8 @@ def test_each_difference_is_named(name: str):
 def test_what_is_the_same_is_not_named():
     SAME.check(HEAD)
     SAME.check(replace(HEAD, temperature=torch.full((5,), 0.7, dtype=torch.float64)))
+    SAME.check(replace(HEAD, temperature=torch.full((5,), 0.7)))
+    SAME.check(replace(HEAD, temperature=torch.tensor([])))
     replace(SAME, head="bfloat16").check(HEAD, match="bfloat16")
     kept = replace(SAME, truncated=True, recorded=True, logprobs="kept")
     kept.check(HEAD, kept=True)

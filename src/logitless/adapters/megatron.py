@@ -24,7 +24,7 @@ from torch import Tensor
 from logitless.adapters.audit import Audit
 from logitless.adapters.host import Host, Option, PassOn
 from logitless.adapters.replacing import Options, replaces
-from logitless.adapters.scoring import in_scope, placed
+from logitless.adapters.scoring import in_scope
 from logitless.adapters.shards import check_ids, even_shard, tensor_group
 from logitless.adapters.signatures import plain_signature
 from logitless.deferred.column_parallel import LOSS, into_main_grad, main_grad_of
@@ -33,6 +33,7 @@ from logitless.operands import Kept, Logits
 from logitless.operands.kept import Scope
 from logitless.rows import Rows
 from logitless.score import logprobs
+from logitless.seams import placed
 from logitless.spec import EntropyMode, Head, TokenStats
 
 OVERWRITE = ("float32", "always", "never")

@@ -33,14 +33,14 @@ from logitless.adapters.nemo_rl_distillation import (
 from logitless.adapters.nemo_rl_heads import LOSS_UTILS, MODEL_UTILS, TRAIN, filters, heads, model_forward
 from logitless.adapters.packs import packed_batch, padded_batch, ranks_in, with_target
 from logitless.adapters.replacing import Options, replaces
-from logitless.adapters.scoring import HALF, computed, entropy_of_logits, every_target, placed
+from logitless.adapters.scoring import HALF, computed, entropy_of_logits, every_target, without_graph
 from logitless.adapters.shards import check_ids, even_shard, shard_between, vocabulary_of
 from logitless.collectives import gather_over
 from logitless.errors import LogitlessError
 from logitless.operands import Kept, Logits, shard_of
 from logitless.rows import Rows
 from logitless.score import logprobs
-from logitless.seams import without_outside
+from logitless.seams import placed, without_outside
 from logitless.spec import Head, TokenStats, VocabShard, parse_memory
 
 FILTERED_ROWS = 256
@@ -191,7 +191,7 @@ class Source(NamedTuple):
             out = logprobs(operand, known, kept=kept, memory=memory)
             return out._replace(logprob=out.logprob.masked_fill(~present, -torch.inf))
 
-        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.inference_only):
+        with without_graph(self.inference_only):
             return without_outside(rows.target, vocabulary_of(shard, logits.shape[-1]), score).float()
 
 
@@ -254,7 +254,7 @@ def from_parallel_hidden_states_to_logprobs(
         options["audit"].of_logits("hidden states", logits, ids, logprob=out.logprob, head=head)
         return out
 
-    with torch.set_grad_enabled(torch.is_grad_enabled() and not inference_only):
+    with without_graph(inference_only):
         # The last position has no next token: it is scored with the first, and dropped.
         shifted = target.long().roll(-1, dims=-1).T.contiguous()
         values = without_outside(shifted, vocabulary_of(shard, weight.shape[0]), score)
@@ -309,6 +309,7 @@ def chunked_distributed_logprob(
 
 
 def _every(source: Source, target: Tensor) -> Tensor:
+    """Log-probs in the shape of the targets, one for each row of logits."""
     check_ids("target", target, tuple(source.logits.shape[:-1]))
     return source.score("classes", Rows.every(target)).view(target.shape)
 

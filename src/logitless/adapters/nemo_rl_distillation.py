@@ -22,7 +22,7 @@ from logitless.adapters.host import PassOn
 from logitless.adapters.nemo_rl_heads import LOSS_UTILS, MODEL_UTILS
 from logitless.adapters.packs import ranks_in
 from logitless.adapters.replacing import Options, replaces
-from logitless.adapters.scoring import entropy_mode, score_ids, soft_cross_entropy
+from logitless.adapters.scoring import entropy_mode, score_ids, soft_cross_entropy, without_graph
 from logitless.adapters.shards import check_ids, even_shard, shard_between
 from logitless.collectives import sum_over
 from logitless.errors import LogitlessError
@@ -73,7 +73,7 @@ def chunked_distributed_gather_logprob(
     logits = vocab_parallel_logits
     check_ids("global_indices", global_indices, (*logits.shape[:-1], global_indices.shape[-1]))
     shard = shard_between(tp_group, vocab_start_index, vocab_end_index)
-    with torch.set_grad_enabled(torch.is_grad_enabled() and not inference_only):
+    with without_graph(inference_only):
         found = score_ids("ids", logits, global_indices, options["audit"], shard=shard).ids_logprobs
     assert found is not None
     return found.float()
@@ -91,7 +91,7 @@ def distributed_cross_entropy(
         )
     shard = even_shard(group, student_logits.shape[-1])
     target = torch.zeros(student_logits.shape[:-1], dtype=torch.int64, device=student_logits.device)
-    with torch.set_grad_enabled(torch.is_grad_enabled() and not inference_only):
+    with without_graph(inference_only):
         each = soft_cross_entropy("draft", student_logits, target_logits, target, options["audit"], shard)
     return each.float()
 

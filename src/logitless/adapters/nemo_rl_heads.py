@@ -44,20 +44,21 @@ def filters(sampling: Any) -> bool:
     return (sampling.top_k is not None and sampling.top_k > 0) or sampling.top_p not in (None, 1.0)
 
 
-def _in_step(forward_step_func: Any, **_: Any) -> bool:
-    """Of a step that NeMo-RL hands to Megatron's schedule."""
+def _step_reads_few(forward_step_func: Any, **_: Any) -> bool:
+    """:func:`reads_few` of a step that NeMo-RL hands to Megatron's schedule."""
     given = getattr(forward_step_func, "keywords", {})
     return not given.get("enable_hidden_capture") and reads_few(given.get("post_processing_fn"))
 
 
-def _of_automodel(model: Any, post_processing_fn: Any, *_: Any, **__: Any) -> bool:
+def _automodel_reads_few(model: Any, post_processing_fn: Any, *_: Any, **__: Any) -> bool:
     post = post_processing_fn
     # Of log-probs without a graph NeMo-RL's own filter sorts whole rows; of losses ours does, a few at a time.
     sorts = type(post).__name__ == READ[0] and filters(post.sampling_params)
     return getattr(post, "cp_size", 1) == 1 and not sorts and reads_few(post)
 
 
-def _model(model: Any, post_processing_fn: Any, processed_mb: Any, is_reward_model: bool = False, *_: Any, **__: Any):
+def _policy(model: Any, post_processing_fn: Any, processed_mb: Any, is_reward_model: Any = False, *_: Any, **__: Any):
+    """The model, unless it gives rewards."""
     return None if is_reward_model else model
 
 
@@ -86,14 +87,15 @@ def model_forward(original: Callable[..., Any], model: Any, *args: Any, **more: 
 
 
 def heads(_: Any) -> list[Replacement]:
+    """``Host.heads`` of NeMo-RL."""
     return [
-        in_schedule(TRAIN, optional=True, reads=_in_step),
+        in_schedule(TRAIN, optional=True, reads=_step_reads_few),
         Replacement(
             module="nemo_rl.models.automodel.train",
             name="forward_with_post_processing_fn",
             signature="(model, post_processing_fn, processed_mb, is_reward_model=False, allow_flash_attn_args=True, "
             "global_valid_seqs=None, global_valid_toks=None, sampling_params=None, sequence_dim=1)",
-            make=deferring(_model, _of_automodel),
+            make=deferring(_policy, _automodel_reads_few),
             optional=True,
         ),
     ]

@@ -244,12 +244,22 @@ def _resolve_all(host: Host, options: Mapping[str, Any], asked: bool = False) ->
     known = MappingProxyType({**options, "audit": audit, "heads": heads, "expectations": expectations})
     prepared, missing = _prepare(host, version, known)
     of_heads, why = _prepare_heads(host, version, known, asked)
+    prepared += of_heads
+    notes = _notes(host, version, prepared)
     if why is not None:
         heads.logits = "host"
-    prepared += of_heads
-    notes = [*_notes(host, version, prepared), *([] if why is None else [f"logits are computed as before: {why}"])]
-    found = tuple(prepared), tuple(missing), tuple(notes)
-    return _Installation(host, version, options, *found, audit, heads, expectations)
+        notes.append(f"logits are computed as before: {why}")
+    return _Installation(
+        host=host,
+        version=version,
+        options=options,
+        prepared=tuple(prepared),
+        missing=tuple(missing),
+        notes=tuple(notes),
+        audit=audit,
+        heads=heads,
+        expectations=expectations,
+    )
 
 
 def _notes(host: Host, version: str, prepared: Sequence[_Prepared]) -> list[str]:

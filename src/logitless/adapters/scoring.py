@@ -8,6 +8,7 @@
     score_overwriting            a function that verl and SkyRL share
     in_scope                     kept ids with the scope of a host's keyword
     every_target                 the target of every local token, for the audit
+    without_graph                a block in which a host wants no graph
     untrained                    an entropy whose gradient is an error
     squared_probabilities        sum of p^2 per row
 
@@ -18,6 +19,7 @@ them. No function here depends on a host; the host's file chooses rows, dtypes a
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -46,6 +48,11 @@ def tracked(*tensors: Tensor | None) -> bool:
 def entropy_mode(wanted: bool, *tensors: Tensor | None) -> EntropyMode:
     """``"grad"`` where a gradient is wanted and can flow."""
     return "grad" if wanted and tracked(*tensors) else "value"
+
+
+def without_graph(asked: bool) -> AbstractContextManager[Any]:
+    """A block whose results have no graph, if asked."""
+    return torch.no_grad() if asked else nullcontext()
 
 
 def product_dtype(hidden: Tensor) -> torch.dtype:

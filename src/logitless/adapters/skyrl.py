@@ -30,7 +30,7 @@ from logitless.adapters.schedules import in_schedule
 from logitless.adapters.scoring import entropy_mode, entropy_of_logits
 from logitless.adapters.shards import even_shard, tensor_group
 from logitless.adapters.skyrl_draft import draft_soft_ce
-from logitless.adapters.skyrl_fsdp import fsdp_heads, fsdp_replacements
+from logitless.adapters.skyrl_fsdp import FSDP_HEAD, fsdp_replacements
 from logitless.adapters.skyrl_rows import (
     MEGATRON_WRAPPER,
     MODEL_UTILS,
@@ -210,6 +210,7 @@ def fused_linear_chunked_distributed_logprob(
 
 
 def _every(source: Source, target: Tensor, bounds: tuple[Any, int, int], inference_only: bool) -> Tensor:
+    """Log-probs in the shape of the targets; ``bounds`` as for :func:`_padded`."""
     return logprob_of_every(source, target, vocabulary_between(*bounds, source.logits.shape[-1]), inference_only)
 
 
@@ -360,7 +361,7 @@ HOST = Host(
     package="skyrl",
     versions=("0.3", "0.4"),
     replacements=_replacements,
-    heads=lambda _: [*fsdp_heads(), in_schedule(MEGATRON_WRAPPER, optional=True), recover_left_padding],
+    heads=lambda _: [FSDP_HEAD, in_schedule(MEGATRON_WRAPPER, optional=True), recover_left_padding],
     logits="deferred",
     options={
         "accurate": Option(False, "float32 logits of half-precision hidden states instead of SkyRL's rounding"),

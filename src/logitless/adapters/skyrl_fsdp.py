@@ -71,17 +71,14 @@ def forward(
         lambda _, args, kwargs: (args, {**kwargs, "logits_to_keep": read.columns}), with_kwargs=True
     )
     # A wrapper keeps the function of its making, which may be SkyRL's own, from before ours was installed.
-    entropy, self.chunked_entropy_from_logits_fn = self.chunked_entropy_from_logits_fn, _entropy_function()
+    before = self.chunked_entropy_from_logits_fn
+    self.chunked_entropy_from_logits_fn = sys.modules[WRAPPER].chunked_entropy_from_logits
     try:
         with held(_read, read):
             return original(self, sequences, num_actions, attention_mask, *rest, **more)
     finally:
-        self.chunked_entropy_from_logits_fn = entropy
+        self.chunked_entropy_from_logits_fn = before
         hook.remove()
-
-
-def _entropy_function() -> Callable[..., Any]:
-    return sys.modules[WRAPPER].chunked_entropy_from_logits
 
 
 def _cannot(wrapper: Any, num_actions: Any) -> str | None:
@@ -151,8 +148,11 @@ def fsdp_replacements(options: Options) -> list[Replacement]:
     return [logprobs_from_logits, chunked_entropy_from_logits, *([forward] if options["rows_before_head"] else [])]
 
 
-def fsdp_heads() -> list[Replacement]:
-    """The wrapper of policies and references; SkyRL's critic is of another class."""
-    model = deferring(lambda self, *_, **__: self.model)
-    # Its forward is replaced above.
-    return [Replacement(WRAPPER, "HFModelWrapper.__call__", "(self, *args, **kwargs)", model, optional=True)]
+FSDP_HEAD = Replacement(
+    module=WRAPPER,
+    name="HFModelWrapper.__call__",
+    signature="(self, *args, **kwargs)",
+    make=deferring(lambda self, *_, **__: self.model),
+    optional=True,
+)
+"""The wrapper of policies and references; SkyRL's critic is of another class. Its forward is replaced above."""

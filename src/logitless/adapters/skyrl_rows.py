@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -15,14 +14,14 @@ from torch import Tensor
 from logitless.adapters.megatron import check_head
 from logitless.adapters.packs import Batch, ranks_in, with_target
 from logitless.adapters.replacing import Options, held, replaces
-from logitless.adapters.scoring import HALF, every_target, placed
+from logitless.adapters.scoring import HALF, every_target, without_graph
 from logitless.adapters.shards import check_ids, shard_between, vocabulary_of
 from logitless.errors import LogitlessError
 from logitless.operands import Logits
 from logitless.rows import Rows
 from logitless.rows.exchange import GradRule
 from logitless.score import logprobs
-from logitless.seams import without_outside
+from logitless.seams import placed, without_outside
 from logitless.spec import EntropyMode, Head, TokenStats, VocabShard
 
 MODEL_UTILS = "skyrl.backends.skyrl_train.distributed.megatron.model_utils"
@@ -62,7 +61,7 @@ def read_results() -> int | None:
 
 def weigh_read(device: torch.device) -> Callable[[tuple[int, int]], Tensor] | None:
     """Weights for :func:`~logitless.adapters.packs.packed_batch`: 1 for results that are read; None for all."""
-    last = _actions.get()
+    last = read_results()
     if last is None:
         return None
     return lambda shape: (torch.arange(shape[1], device=device) >= shape[1] - last).float().expand(shape)
@@ -100,13 +99,13 @@ Vocabulary = tuple[VocabShard | None, int]
 
 def logprobs_of_batch(source: Source, batch: Batch, vocabulary: Vocabulary, grad: GradRule, no_graph: bool) -> Tensor:
     """``[B, S - 1]`` float32 log-probs of the next tokens."""
-    with torch.no_grad() if no_graph else nullcontext():
+    with without_graph(no_graph):
         return batch.spread(_logprobs(source, batch.rows, vocabulary), grad)
 
 
 def logprob_of_every(source: Source, target: Tensor, vocabulary: Vocabulary, no_graph: bool) -> Tensor:
     check_ids("target", target, target.shape)
-    with torch.no_grad() if no_graph else nullcontext():
+    with without_graph(no_graph):
         return _logprobs(source, Rows.every(target), vocabulary).view(target.shape)
 
 

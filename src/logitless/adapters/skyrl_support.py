@@ -17,11 +17,12 @@ from torch import Tensor
 
 from logitless.adapters.host import PassOn
 from logitless.adapters.replacing import Options, replaces
-from logitless.adapters.scoring import entropy_mode, entropy_of_logits, placed
+from logitless.adapters.scoring import entropy_mode, entropy_of_logits
 from logitless.adapters.shards import even_shard, shard_between, tensor_group
 from logitless.adapters.skyrl_rows import MODEL_UTILS, from_hidden
 from logitless.operands import Kept
 from logitless.score import logprobs
+from logitless.seams import placed
 from logitless.spec import Head
 
 MODULE = "skyrl.backends.skyrl_train.utils.sample_support_replay"

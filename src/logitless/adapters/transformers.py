@@ -27,7 +27,6 @@ from torch import Tensor, nn
 
 from logitless.adapters.audit import Audit, AuditReport
 from logitless.adapters.host import Host, Option, suggestion
-from logitless.adapters.modules import in_evaluation
 from logitless.adapters.replacing import Options, replaces
 from logitless.adapters.scoring import in_scope
 from logitless.call import resolve_rows
@@ -215,7 +214,7 @@ def _wrap_forward(original: Callable[..., Any]) -> Callable[..., Any]:
     def forward(self: Any, *args: Any, rows: Any = None, **kwargs: Any) -> Any:
         if rows is not None:
             return _score(self, rows, args, kwargs)
-        for name, _ in _KEYWORDS:
+        for name in _KEYWORDS:
             if name in kwargs:
                 raise LogitlessError(
                     f"{type(self).__name__}.forward: {name} was given without rows. Pass rows=, which say what is "
@@ -227,15 +226,10 @@ def _wrap_forward(original: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-def _score(
-    model: Any,
-    rows: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> CausalLMScores | CausalLMLoss:
+def _score(model: Any, rows: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CausalLMScores | CausalLMLoss:
     """Run the backbone, then score the rows with the head."""
     name, patched = f"{type(model).__name__}.forward", model._logitless
-    entropy, temperature, kept, scope, loss, more = (kwargs.pop(key, default) for key, default in _KEYWORDS)
+    entropy, temperature, kept, scope, loss, more = (kwargs.pop(key, default) for key, default in _KEYWORDS.items())
     _check_loss(name, loss, entropy, more)
     inputs = {**_by_name(name, type(model).forward, args), **kwargs}
     for refused in ("labels", "logits_to_keep", "shift_labels"):
@@ -284,10 +278,8 @@ def _by_name(name: str, forward: Callable[..., Any], args: tuple[Any, ...]) -> d
     return {parameter.name: value for parameter, value in zip(parameters[: len(args)], args, strict=True)}
 
 
-_KEYWORDS = (
-    *(("entropy", None), ("temperature", 1.0), ("kept", None)),
-    *(("scope", None), ("loss", None), ("stats", ())),
-)
+_KEYWORDS = {"entropy": None, "temperature": 1.0, "kept": None, "scope": None, "loss": None, "stats": ()}
+"""What goes with rows, and the values where it is not given."""
 
 
 def _ask(name: str, layer: Any, hidden: Tensor, question: _Question) -> TokenStats | LossResult:
@@ -418,7 +410,7 @@ def _verify(model: Any) -> None:
     draw = functools.partial(torch.randint, model.config.get_text_config().vocab_size, (2, 7), generator=generator)
     ids, target = (draw().to(_backbone(model).get_input_embeddings().weight.device) for _ in range(2))
     target = target.to(layer.weight.device)
-    with torch.no_grad(), in_evaluation(model):
+    with torch.no_grad(), _in_evaluation(model):
         spread = float(_own_logits(model, ids, 1.0).float().std())
         for size in SIZES if spread > 0 else ():
             logp = torch.log_softmax(_own_logits(model, ids, size / spread).double(), -1)
@@ -437,6 +429,18 @@ def _verify(model: Any) -> None:
                 )
         if not spread > 0:
             raise LogitlessError("patch: the model's logits are all the same or not finite: nothing can be verified.")
+
+
+@contextmanager
+def _in_evaluation(model: nn.Module) -> Iterator[None]:
+    """Inside the block there is no dropout; the mode of every module is put back."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
 
 
 def _own_logits(model: Any, ids: Tensor, factor: float) -> Tensor:

@@ -163,7 +163,7 @@ def selective_log_softmax(
     _check_index(logits, index, row_mask)
     if index.dim() == logits.dim():
         return _several(logits, index, temperature, row_mask, options)
-    return _one_pass(logits, index, temperature, row_mask, None, options).logprob
+    return _score_logits(logits, index, temperature, row_mask, None, options).logprob
 
 
 @replaces(UTILS)
@@ -172,7 +172,7 @@ def entropy_from_logits(options: Options, logits: Tensor, chunk_size: int = 128)
     if _rounds(logits, options):
         return PassOn("half precision")
     index = torch.zeros(logits.shape[:-1], dtype=torch.int64, device=logits.device)
-    return _one_pass(logits, index, 1.0, None, entropy_mode(True, logits), options).entropy
+    return _score_logits(logits, index, 1.0, None, entropy_mode(True, logits), options).entropy
 
 
 @replaces(UTILS, signature={"1.14 - 1.16": (), "0.24 - 1.13": None}, also_in=(f"{EXPERIMENTAL}.tpo.tpo_trainer",))
@@ -191,7 +191,7 @@ def selective_log_softmax_and_entropy(
     if index.dim() == logits.dim():
         raise LogitlessError(f"index must be {list(logits.shape[:-1])}, one per row, but is {list(index.shape)}.")
     mode = entropy_mode(entropy_requires_grad, logits)
-    out = _one_pass(logits, index, temperature, row_mask, mode, options)
+    out = _score_logits(logits, index, temperature, row_mask, mode, options)
     return out.logprob, out.entropy
 
 
@@ -200,7 +200,7 @@ def _rounds(logits: Tensor, options: Options) -> bool:
     return logits.dtype in HALF and not options["accurate"] and not isinstance(logits, Logits)
 
 
-def _one_pass(
+def _score_logits(
     logits: Tensor,
     index: Tensor,
     temperature: float,
@@ -260,14 +260,14 @@ WITH_LOGITS = ("CPOTrainer", "ORPOTrainer", "TPOTrainer")
 
 
 def _heads(options: Options) -> list[Replacement]:
-    def model(self: Any, model: Any, *_: Any, **__: Any) -> Any:
+    def model_of(self: Any, model: Any, *_: Any, **__: Any) -> Any:
         return model if any(kind.__name__ in WITH_LOGITS for kind in type(self).__mro__) else None
 
     step = {"1.16": "(self, model, inputs, num_items_in_batch=None)", "0.24 - 1.15": None}
     # From 1.15 on, DPO has a fused head.
     dpo = {"1.0 - 1.14": "(self, *args, **kwargs)", "0.24 - 0.29": None, "1.15 - 1.16": None}
     return [
-        Replacement("trl.trainer.base_trainer", "_BaseTrainer.training_step", step, deferring(model), optional=True),
+        Replacement("trl.trainer.base_trainer", "_BaseTrainer.training_step", step, deferring(model_of), optional=True),
         Replacement("trl.trainer.dpo_trainer", "DPOTrainer.training_step", dpo, _deferring_both, optional=True),
     ]
 

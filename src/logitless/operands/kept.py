@@ -223,28 +223,11 @@ def _response(sample: int, support: Any) -> tuple[Tensor, Tensor]:
         support, ids = ids, None
     if ids is not None:
         ids = integers(ids, f"Kept.from_engine: token_ids of sample {sample}")
-        offsets, lengths = getattr(support, "offsets", None), getattr(support, "lengths", None)
-        if offsets is not None:
-            offsets = integers(offsets, f"Kept.from_engine: offsets of sample {sample}")
-            lengths = offsets.diff()
-            if not len(offsets) or int(offsets[0]) != 0 or bool((lengths < 0).any()):
-                raise LogitlessError(
-                    f"Kept.from_engine: offsets of sample {sample} must begin with 0 and never fall but are "
-                    f"{_shown(offsets)}."
-                )
+        lengths = _lengths(sample, support)
         if lengths is not None:
-            return ids, integers(lengths, f"Kept.from_engine: lengths of sample {sample}")
+            return ids, lengths
     elif isinstance(support, Sequence) and not isinstance(support, str):
-        for position, token in enumerate(support):
-            if not isinstance(token, Sequence | Tensor):
-                raise LogitlessError(
-                    f"Kept.from_engine: supports: sample {sample} has no list of ids for response token {position} but "
-                    f"{type(token).__name__}. An engine that recorded nothing there sampled from the whole vocabulary: "
-                    f"leave that row out, or score it without kept."
-                )
-        name = f"Kept.from_engine: supports: the ids of sample {sample}"
-        flat = joined(support, lambda token: f"{name}, response token {token},")
-        return flat, torch.tensor([len(token) for token in support], dtype=torch.int64, device="cpu")
+        return _listed(sample, support)
     if support is None:
         raise LogitlessError(
             f"Kept.from_engine: supports: sample {sample} has none. Ask the engine for them (return_sampling_mask), or "
@@ -254,6 +237,34 @@ def _response(sample: int, support: Any) -> tuple[Tensor, Tensor]:
         f"Kept.from_engine: supports: sample {sample} must have ids for each response token, a list each, or token_ids "
         f"with offsets or lengths, but is {type(support).__name__}."
     )
+
+
+def _lengths(sample: int, support: Any) -> Tensor | None:
+    """How many ids each response token has, of ids end to end; None where the support says neither that nor offsets."""
+    offsets, lengths = getattr(support, "offsets", None), getattr(support, "lengths", None)
+    if offsets is None:
+        return None if lengths is None else integers(lengths, f"Kept.from_engine: lengths of sample {sample}")
+    offsets = integers(offsets, f"Kept.from_engine: offsets of sample {sample}")
+    lengths = offsets.diff()
+    if not len(offsets) or int(offsets[0]) != 0 or bool((lengths < 0).any()):
+        raise LogitlessError(
+            f"Kept.from_engine: offsets of sample {sample} must begin with 0 and never fall but are {_shown(offsets)}."
+        )
+    return lengths
+
+
+def _listed(sample: int, support: Sequence[Any]) -> tuple[Tensor, Tensor]:
+    """Ids end to end, and their lengths, from one list of ids for each response token."""
+    for position, token in enumerate(support):
+        if not isinstance(token, Sequence | Tensor):
+            raise LogitlessError(
+                f"Kept.from_engine: supports: sample {sample} has no list of ids for response token {position} but "
+                f"{type(token).__name__}. An engine that recorded nothing there sampled from the whole vocabulary: "
+                f"leave that row out, or score it without kept."
+            )
+    name = f"Kept.from_engine: supports: the ids of sample {sample}"
+    flat = joined(support, lambda token: f"{name}, response token {token},")
+    return flat, torch.tensor([len(token) for token in support], dtype=torch.int64, device="cpu")
 
 
 def _check_integers(caller: str, name: str, x: Any, dims: int) -> None:

@@ -126,11 +126,9 @@ class Logits(Tensor):
         strict: bool = False,
     ) -> Logits:
         matrix = weight.weight if isinstance(weight, LoRA) else weight
-        if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+        if not torch.compiler.is_compiling():
             refuse_transforms("Logits")
-        given = (hidden, matrix, *(x for x in (bias, weight_grad) if x is not None))
-        if not all(isinstance(x, Tensor) and x.layout == torch.strided for x in given):
-            _check_tensors(hidden=hidden, weight=matrix, bias=bias, weight_grad=weight_grad)
+        _check_tensors(hidden=hidden, weight=matrix, bias=bias, weight_grad=weight_grad)
         linear = Linear(
             bias=bias,
             shard=shard,
@@ -193,8 +191,7 @@ class Logits(Tensor):
     def stands(self) -> Stands:
         """Hidden states, weight and the rest; raises where they have changed since the logits were made. Where somebody
         watches the gradient of the logits, the tensors stand behind them in the graph."""
-        weight = self._stands.weight
-        matrix = weight.weight if isinstance(weight, LoRA) else weight
+        matrix = self._stands.matrix
         # A plain weight in memory has its numbers; any other may have to be gathered.
         plain = type(matrix) in (Tensor, torch.nn.Parameter) and matrix.untyped_storage().size() > 0
         if self._stands.gather is not None or not matrix.numel() or not plain:
@@ -289,7 +286,7 @@ class Logits(Tensor):
         ):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        for found in _answers(func, name, args, kwargs):
+        for found in _answers(name, args, kwargs):
             if found is not NotImplemented:
                 return found
         refuse_change(func, name, args, kwargs)
@@ -342,7 +339,7 @@ VALUES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
 """Attributes that are tensors; the wrapper itself answers all others."""
 
 
-def _answers(func: Any, name: str, args: Any, kwargs: Any) -> Iterator[Any]:
+def _answers(name: str, args: Any, kwargs: Any) -> Iterator[Any]:
     """The answer of a rule to a function, and then that of a reading."""
     args, kwargs = in_our_names(args, kwargs)
     rule = RULES.get(name)
@@ -358,11 +355,11 @@ def _answers(func: Any, name: str, args: Any, kwargs: Any) -> Iterator[Any]:
 def _check_tensors(**given: Any) -> None:
     """Raise for an argument that is no dense tensor; a bias and a buffer may be None."""
     for name, x in given.items():
-        if not isinstance(x, Tensor) and (x is not None or name in ("hidden", "weight")):
-            hint = instead_of_tensor(x, name)
-            raise LogitlessError(f"Logits: {name} must be a tensor but is {type(x).__name__}.{hint}")
         if isinstance(x, Tensor):
             dense(x, f"Logits: {name}", "a dense tensor")
+        elif x is not None or name in ("hidden", "weight"):
+            hint = instead_of_tensor(x, name)
+            raise LogitlessError(f"Logits: {name} must be a tensor but is {type(x).__name__}.{hint}")
 
 
 def shard_of(logits: Any) -> VocabShard | None:
@@ -396,14 +393,9 @@ def made(stands: Stands, cls: type[Logits] = Logits) -> Logits:
     """Logits that stand for this, with an edge in the graph to every tensor where one needs a gradient."""
     if torch.compiler.is_dynamo_compiling():
         return graph_break(made, stands, cls)
-    hidden, weight, bias = stands.hidden, stands.weight, stands.linear.bias
-    named = {"hidden": hidden, "weight": weight.weight if isinstance(weight, LoRA) else weight}
-    if isinstance(weight, LoRA):
-        named |= {"a of the LoRA": weight.a, "b of the LoRA": weight.b}
-    if bias is not None:
-        named["bias"] = bias
+    named = stands.named()
     edge = torch.is_grad_enabled() and any(x.requires_grad for x in named.values())
-    new = wrapper(cls, stands.shape, stands.dtype, hidden.device)
+    new = wrapper(cls, stands.shape, stands.dtype, stands.hidden.device)
     if edge:
         new = Edge.apply([new], stands.computed_from, *named.values())
     new._stands, new._behind, new._edge, new._watched, new._read = stands, None, edge, False, False

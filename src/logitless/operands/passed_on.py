@@ -230,6 +230,9 @@ def _to(x: Any, *args: Any, **kwargs: Any) -> Any:
             dtype, device = arg.dtype, arg.device
         elif isinstance(arg, (str, int, torch.device)) and not isinstance(arg, bool):
             device = arg
+    # By their places the flags are non_blocking and copy.
+    flags = [arg for arg in args if isinstance(arg, bool)]
+    copy = kwargs.get("copy", len(flags) > 1 and flags[1])
     # torch finds the index of a device that is named without one.
     if device is not None and torch.empty(0, device=device).device != x.device:
         return NotImplemented
@@ -237,7 +240,7 @@ def _to(x: Any, *args: Any, **kwargs: Any) -> Any:
         return NotImplemented
     # As in torch, what is of that dtype already is returned itself, also where no gradient is recorded.
     if dtype in (None, x.dtype):
-        return like(x) if kwargs.get("copy") else x
+        return like(x) if copy else x
     plain = isinstance(x.gain, float) and x.gain == 1.0 and not x.squash and x.linear.match is None
     if plain and dtype.itemsize == 2 < x.dtype.itemsize:
         return like(x, dtype=dtype, linear=replace(x.linear, match=str(dtype).removeprefix("torch.")))

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+import torch
 from torch import Tensor
 
 from logitless.errors import LogitlessError
@@ -24,8 +25,8 @@ from logitless.spec import Head
 Reported = Literal["raw", "scaled", "kept"]
 """The logits that log-probs are of: before the temperature, after it, or after it over the kept ids."""
 
-HEADS = ("float32", "bfloat16", "float16")
-"""Dtypes of a head's logits."""
+Rounded = Literal["float32", "bfloat16", "float16"]
+"""The dtype of a head's logits."""
 
 ALTERING: dict[str, Any] = {
     **{"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "logit_bias": None},
@@ -58,7 +59,7 @@ class Sampling:
     scale: float = 1.0
     softcap: float | None = None
     vocab_size: int | None = None
-    head: Literal["float32", "bfloat16", "float16"] = "float32"
+    head: Rounded = "float32"
     logprobs: Reported = "scaled"
     truncated: bool = False
     recorded: bool = False
@@ -66,7 +67,7 @@ class Sampling:
 
     def __post_init__(self) -> None:
         check_name(self.logprobs, get_args(Reported), "Sampling: logprobs")
-        check_name(self.head, HEADS, "Sampling: head")
+        check_name(self.head, get_args(Rounded), "Sampling: head")
         check_flags("Sampling", truncated=self.truncated, recorded=self.recorded)
         if not is_number(self.temperature) or self.temperature < 0:
             raise refused("Sampling: temperature", "a finite number, 0 or more", self.temperature)
@@ -133,11 +134,14 @@ class Sampling:
         instance(head, Head, "Sampling: head")
         check_flags("Sampling", kept=kept)
         if match is not None:
-            check_name(match, HEADS[1:], "Sampling: match")
+            check_name(match, ("bfloat16", "float16"), "Sampling: match")
         trainer = {name: getattr(head, name) for name in ("temperature", "scale", "softcap", "vocab_size")}
         if isinstance(head.temperature, Tensor):
-            values = head.temperature.detach().reshape(-1).unique().tolist()
-            trainer["temperature"] = values[0] if len(values) == 1 else values
+            values = head.temperature.detach().reshape(-1).unique()
+            # The softmax divides by float32 numbers, and 0.7 in float32 is another number than the engine's 0.7.
+            same = bool((values.float() == torch.tensor(self.temperature, dtype=torch.float32)).all())
+            shown = values.tolist()
+            trainer["temperature"] = self.temperature if same else shown[0] if len(shown) == 1 else shown
         if self.vocab_size is None:
             del trainer["vocab_size"]
         compared = [(name, getattr(self, name), x) for name, x in trainer.items()]

@@ -90,11 +90,17 @@ class Stands:
         """``[V, D]`` weight of the head, without a LoRA."""
         return self.weight.weight if isinstance(self.weight, LoRA) else self.weight
 
-    def tensors(self) -> tuple[Tensor, ...]:
-        """Hidden states, weight, a LoRA's matrices and bias: everything that may need a gradient."""
+    def named(self) -> dict[str, Tensor]:
+        """Everything that may need a gradient, by what errors call it."""
         weight, bias = self.weight, self.linear.bias
-        of = (weight.weight, weight.a, weight.b) if isinstance(weight, LoRA) else (weight,)
-        return (self.hidden, *of) if bias is None else (self.hidden, *of, bias)
+        named = {"hidden": self.hidden, "weight": self.matrix}
+        if isinstance(weight, LoRA):
+            named |= {"a of the LoRA": weight.a, "b of the LoRA": weight.b}
+        return named if bias is None else {**named, "bias": bias}
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Hidden states, weight, a LoRA's matrices and bias."""
+        return tuple(self.named().values())
 
     def require(self) -> None:
         """Have the weight whole, or raise: FSDP and ZeRO-3 let go of it where a module's forward ends."""

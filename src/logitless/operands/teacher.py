@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ Tail = Literal["bucket", "renormalise"]
 """The fate of ids that only one of the two has: those that a teacher sent no log-probs of, or that a student with part
 of the teacher's vocabulary lacks."""
 
-TAILS = ("bucket", "renormalise")
+TAILS = get_args(Tail)
 
 BY_ROW = "Teacher.by_row: "
 
