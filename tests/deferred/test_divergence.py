@@ -86,7 +86,7 @@ PROGRAMS: dict[str, Program] = {
     "kl_div of some rows": lambda x, y: F.kl_div(log_p(x), p(y), reduction="none")[MASK].sum(dim=-1),
     "kl_div of other rows": lambda x, y: F.kl_div(log_p(x), p(y), reduction="none")[:, 1:].transpose(0, 1).sum(-1),
     "kl_div, masked": lambda x, y: (F.kl_div(log_p(x), p(y), reduction="none") * MASK[..., None]).sum() / MASK.sum(),
-    "kl_div, masked, of some rows": lambda x, y: (MASK[..., None] * F.kl_div(log_p(x), p(y), reduction="none"))[1].sum(
+    "kl_div, masked, one sample": lambda x, y: (MASK[..., None] * F.kl_div(log_p(x), p(y), reduction="none"))[1].sum(
         -1
     ),
     "kl_div, mean over all": lambda x, y: F.kl_div(log_p(x), p(y), reduction="none").mean(),
@@ -286,12 +286,22 @@ def test_log_probs_as_distributions_write_them(name: str):
     same(lambda x, _: OF_ONE[name](x))
 
 
+@pytest.mark.filterwarnings("ignore::logitless.operands.logits.LogitsMade")
+@pytest.mark.parametrize("bounds", [(-3.0, None), (None, -2.0), (torch.finfo(torch.float64).min, -2.0)])
+def test_a_log_prob_that_is_clamped_is_clamped(bounds: Any):
+    same(lambda x, _: log_p(x).clamp(*bounds).gather(-1, IDS), computes=True)
+
+
 def test_a_bad_sample_is_refused_as_by_torch():
     logits = ll.Logits(torch.randn(4, D), torch.randn(V, D), strict=True)
     with pytest.raises(ValueError, match="within the support"):
         Categorical(logits=logits).log_prob(torch.tensor([0, 1, 2, V]))
     with pytest.raises(ValueError, match="invalid values"), pytest.warns(ll.operands.logits.LogitsMade):
         Categorical(logits=ll.Logits(torch.full((4, D), torch.nan), torch.randn(V, D)))
+
+
+def less_transposed(x: Any) -> Any:
+    return x - x.logsumexp(-1).T[..., None]
 
 
 @pytest.mark.filterwarnings("ignore::logitless.operands.logits.LogitsMade")
@@ -303,7 +313,7 @@ def test_a_bad_sample_is_refused_as_by_torch():
         lambda x: x - x.logsumexp(-1, keepdim=True) * 2,
         lambda x: x - x.logsumexp(-1)[:, :1, None],
         lambda x: x - x.logsumexp(-1)[:, :3].transpose(0, 1)[:1].unsqueeze(-1)[:, :1],
-        lambda x: x[:3, :3] - x[:3, :3].contiguous().logsumexp(-1).T[..., None],
+        lambda x: less_transposed(x[:3, :3]),
         lambda x: torch.sub(x, x.logsumexp(-1, keepdim=True), alpha=2),
     ],
     ids=["detached", "of others", "doubled", "broadcast", "of other rows", "transposed", "alpha"],

@@ -57,6 +57,15 @@ def test_each_model_is_rounded_as_its_own_head_rounds(kind: Any, roundings: Any,
         assert_gradient_close_to_truth(mine, right, right)
 
 
+def test_float64_operands_are_not_cut_to_float32():
+    """Their logits may be rounded to 16 bits; the products are not."""
+    hidden = torch.tensor([[2.0**24 + 1, 2.0**24]], dtype=torch.float64)
+    weight = torch.tensor([[1.0, -1.0], [0.0, 0.0]], dtype=torch.float64)
+    found = ll.logprobs(ll.Logits(hidden, weight, match="bfloat16"), torch.tensor([0])).logprob
+    wanted = torch.tensor([1.0, 0.0], dtype=torch.float64).log_softmax(0)[:1]
+    assert_close_to_truth(found, wanted, wanted)
+
+
 @pytest.mark.parametrize("head", [None, ll.Head(temperature=0.7), ll.Head(scale=2.0)], ids=str)
 def test_a_softcap_that_the_model_has_applied(head: ll.Head | None):
     """Of a deferred Gemma, whose own code takes the tanh."""

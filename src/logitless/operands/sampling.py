@@ -139,7 +139,7 @@ class Sampling:
         if isinstance(head.temperature, Tensor):
             values = head.temperature.detach().reshape(-1).unique()
             # The softmax divides by float32 numbers, and 0.7 in float32 is another number than the engine's 0.7.
-            same = bool((values.float() == torch.tensor(self.temperature, dtype=torch.float32)).all())
+            same = bool((values.float() == values.new_tensor(self.temperature, dtype=torch.float32)).all())
             shown = values.tolist()
             trainer["temperature"] = self.temperature if same else shown[0] if len(shown) == 1 else shown
         if self.vocab_size is None:
