@@ -23,7 +23,7 @@ from logitless.errors import LogitlessError, no_second_derivative
 from logitless.errors.arguments import check_flags, refuse_transforms
 from logitless.notes import add_note, explained, version_of
 from logitless.objectives import Inputs, Metrics, Objective, Preference
-from logitless.operands import Given, Kept, Linear, Logits, Teacher, Teachers
+from logitless.operands import Given, Kept, Logits, Teacher, Teachers
 from logitless.passes.one_pass import OnePass, with_results
 from logitless.passes.whole import teacher_rows
 from logitless.readings.outcomes import Sent
@@ -156,7 +156,8 @@ def policy_loss(
     >>> float(loss)
     -1.0
     """
-    check_flags(NAME, drop_zeros=drop_zeros, return_stats=return_stats, check_group=check_group)
+    if not all(isinstance(x, bool) for x in (drop_zeros, return_stats, check_group)):
+        check_flags(NAME, drop_zeros=drop_zeros, return_stats=return_stats, check_group=check_group)
     batch = Batch(objective, fields, denominator, prompt_tokens, group, drop_zeros, check_group)
     teacher = Teacher(teacher) if isinstance(teacher, Tensor) else teacher
     asked = Asked(head=head, kept=kept, teacher=teacher, memory=memory, backend=backend)
@@ -166,11 +167,16 @@ def policy_loss(
 
 
 def _policy_loss(logits: Any, rows: Any, asked: Asked, batch: Batch, return_stats: bool) -> tuple[Any, ...]:
-    refuse_transforms(NAME)
+    if torch._C._are_functorch_transforms_active():
+        refuse_transforms(NAME)
+    shard = getattr(logits, "shard", None)
     written = logits._stands.linear.weight_grad if isinstance(logits, Logits) else None
     before = None if written is None else version_of(written)
     try:
-        call, plan, operands, inputs = _agreed(logits, rows, asked, batch)
+        if batch.check_group or (shard is not None and shard.check_calls):
+            call, plan, operands, inputs = _agreed(logits, rows, asked, batch, shard)
+        else:
+            call, plan, operands, inputs = resolve_loss(logits, rows, asked, batch)
         if ACTIVE and under_way() is not None:
             announce(call, with_collectives(call, plan, operands, batch))
         loss, metrics, stats = evaluate(call, plan, operands, inputs, batch)
@@ -182,9 +188,8 @@ def _policy_loss(logits: Any, rows: Any, asked: Asked, batch: Batch, return_stat
         raise
 
 
-def _agreed(logits: Any, rows: Any, asked: Asked, batch: Batch) -> tuple[Call, Plan, Operands, Inputs]:
-    """:func:`resolve_loss`; where asked for, compared over the ranks that share the vocabulary, and over those that
-    have parts of the same samples."""
+def _agreed(logits: Any, rows: Any, asked: Asked, batch: Batch, shard: Any) -> tuple[Call, Plan, Operands, Inputs]:
+    """:func:`resolve_loss`, compared over the ranks that share the vocabulary, or have parts of the same samples."""
 
     def in_samples(made: tuple[Call, Plan, Operands, Inputs]) -> dict[str, Any]:
         call, _, _, inputs = made
@@ -196,7 +201,7 @@ def _agreed(logits: Any, rows: Any, asked: Asked, batch: Batch) -> tuple[Call, P
 
     def in_group() -> tuple[Call, Plan, Operands, Inputs]:
         resolved = partial(resolve_loss, logits, rows, asked, batch)
-        return together(resolved, getattr(logits, "shard", None), NAME, lambda made: loss_facts(*made, batch))
+        return together(resolved, shard, NAME, lambda made: loss_facts(*made, batch))
 
     return agree_if(batch.check_group, batch.group, NAME, in_group, in_samples)
 
@@ -220,8 +225,13 @@ def resolve_loss(logits: Any, rows: Any, asked: Asked, batch: Batch) -> tuple[Ca
         )
     asked = replace(asked, entropy=objective.entropy, stats=objective.stats, divergence=divergence or "reverse_kl")
     call, operands = resolve(NAME, logits, rows, asked, chunks=True)
-    if call.linear is not None:
-        _check_grad_scale(call.linear)
+    linear = call.linear
+    scaled = linear is not None and (isinstance(linear.grad_scale, Tensor) or linear.grad_scale != 1.0)
+    if linear is not None and scaled and linear.weight_grad is None:
+        raise LogitlessError(
+            f"{NAME}: grad_scale goes with weight_grad, which is added to before the gradient of the loss arrives. "
+            f"Without weight_grad scale the loss instead."
+        )
     if objective.log_z and call.over_support:
         raise LogitlessError(
             f"{NAME}: the objective has a z_coef, but where the scope is the support there is no log Z of the "
@@ -407,15 +417,6 @@ def _scaled(call: Call, x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor
     as_rows = (x, out) if x.dim() == 2 else (x[:, None], out[:, None])
     call.backend.rescale(as_rows[0], factor, as_rows[1])
     return out
-
-
-def _check_grad_scale(linear: Linear) -> None:
-    scaled = isinstance(linear.grad_scale, Tensor) or linear.grad_scale != 1.0
-    if scaled and linear.weight_grad is None:
-        raise LogitlessError(
-            f"{NAME}: grad_scale goes with weight_grad, which is added to before the gradient of the loss arrives. "
-            f"Without weight_grad scale the loss instead."
-        )
 
 
 # A loss as one argument of a module's forward.

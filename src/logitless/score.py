@@ -120,7 +120,8 @@ def logprobs(
 def _logprobs(logits: Any, rows: Any, asked: Asked) -> TokenStats:
     if torch.compiler.is_compiling():
         return _answered(logits, rows, asked)
-    refuse_transforms("logprobs")
+    if torch._C._are_functorch_transforms_active():
+        refuse_transforms("logprobs")
     try:
         return _answered(logits, rows, asked)
     except BaseException as error:
@@ -130,8 +131,11 @@ def _logprobs(logits: Any, rows: Any, asked: Asked) -> TokenStats:
 
 
 def _answered(logits: Any, rows: Any, asked: Asked) -> TokenStats:
-    resolved = partial(resolve_score, logits, rows, asked)
-    call, plan, operands = together(resolved, getattr(logits, "shard", None), "logprobs", _score_facts)
+    shard = getattr(logits, "shard", None)
+    if shard is None or not getattr(shard, "check_calls", False):
+        call, plan, operands = resolve_score(logits, rows, asked)
+    else:
+        call, plan, operands = together(partial(resolve_score, logits, rows, asked), shard, "logprobs", _score_facts)
     if ACTIVE and under_way() is not None:
         announce(call, replace(plan, collectives=over_vocabulary(call, plan, operands)))
     stats = score(call, plan, operands)

@@ -172,13 +172,12 @@ def _machine(device: str | Machine | None, arguments: Any) -> Machine:
     if isinstance(device, Machine):
         return device
     # A call whose tensors are all on meta is one on a GPU.
-    if (device or _real_device(arguments) or "cuda") != "cuda":
-        return CPU
-    return Machine.of(torch.device("cuda")) if torch.cuda.is_available() else H200
+    kind = device or _real_device(arguments) or "cuda"
+    return H200 if kind == "cuda" and not torch.cuda.is_available() else Machine.of(torch.device(kind))
 
 
 def _kind(machine: Machine) -> str:
-    return "cpu" if machine is CPU else "cuda"
+    return "cpu" if machine.name == CPU.name else "cuda"
 
 
 def _real_device(arguments: Any) -> str | None:

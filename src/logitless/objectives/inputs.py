@@ -25,7 +25,6 @@ from torch import Tensor
 from logitless.collectives import sum_over
 from logitless.errors import LogitlessError, no_second_derivative
 from logitless.errors.arguments import FLOATS, INTEGERS, real_numbers, refused
-from logitless.rows import Rows
 
 KNOWN_FIELDS = ("old_logprob", "advantage", "ref_logprob", "rollout_logprob")
 """Fields that named terms read. Users' own terms may read others."""
@@ -59,10 +58,8 @@ def widened(stats: Any) -> Any:
     return stats._replace(**narrow) if narrow else stats
 
 
-def results_of(stats: Any, rows: Rows, objective: Any) -> dict[str, Any]:
-    """Of :class:`Inputs`, what comes from results of the rows; without results, zeros in the place of the log-probs."""
-    if stats is None:
-        return {"logprob": torch.zeros(len(rows), device=rows.target.device), "entropy": None}
+def results_of(stats: Any, objective: Any) -> dict[str, Any]:
+    """Of :class:`Inputs`, what comes from results of the rows."""
     stats = widened(stats)
     return {
         "logprob": stats.logprob,

@@ -47,7 +47,6 @@ from logitless.objectives.settings import (
     check_settings,
     clip_of,
     policy_keywords,
-    policy_term,
     shown,
 )
 from logitless.objectives.stated import name_of, stated
@@ -208,7 +207,7 @@ class Objective:
     def sample_means(self) -> tuple[bool, bool]:
         """Whether a named policy, and a named correction, takes a mean over samples."""
         correction = isinstance(self.correction, str) and CORRECTIONS[self.correction].level == "sequence"
-        return policy_term(self).level == "sequence", correction
+        return isinstance(self.policy, str) and POLICY_TERMS[self.policy].level == "sequence", correction
 
     @functools.cached_property
     def required(self) -> tuple[str, ...]:
@@ -246,8 +245,9 @@ class Objective:
         if stats is not None:
             self._check_stats(stats, num_rows)
         whole_samples = self.sequence_level or (self.batch_level and rows.response_lengths is not None)
+        none = stats is None
         return Inputs(
-            **results_of(stats, rows, self),
+            **({"logprob": torch.zeros(num_rows, device=device), "entropy": None} if none else results_of(stats, self)),
             fields=tensors,
             counted=rows.counted,
             weight=row_weights(
@@ -262,7 +262,9 @@ class Objective:
             totals=rows.totals,
             # The others get no counts: their chunks may cut through samples.
             counts=rows.counts if whole_samples else None,
-            group=sequence_group("Objective", rows, group, needed=whole_samples),
+            group=None
+            if group is None and not whole_samples
+            else sequence_group("Objective", rows, group, needed=whole_samples),
             on_policy=on_policy,
             complete=complete,
         )
@@ -360,7 +362,8 @@ class Objective:
         }
 
     def _policy(self, x: Inputs, measured: bool) -> tuple[Tensor, dict[str, Tensor]]:
-        result = policy_term(self).function(x, **self._keywords)  # pyright: ignore[reportAttributeAccessIssue]
+        function = POLICY_TERMS[self.policy].function if isinstance(self.policy, str) else self.policy
+        result = function(x, **self._keywords)  # pyright: ignore[reportAttributeAccessIssue]
         loss, made = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
         with torch.no_grad():
             values: Any = made
@@ -442,7 +445,8 @@ class Objective:
                     f"(given: {', '.join(sorted(given)) or 'none'})."
                 )
         own = callable(self.policy) or callable(self.correction)
-        known = (*KNOWN_FIELDS, *policy_term(self).reads, *self.needs)
+        read = POLICY_TERMS[self.policy].reads if isinstance(self.policy, str) else ()
+        known = (*KNOWN_FIELDS, *read, *self.needs)
         for name in given:
             if not own and name not in known:
                 settings = [f.name for f in fields(Objective)]

@@ -158,9 +158,9 @@ class Preference:
             )
         if prompt_tokens is not None:
             raise LogitlessError(f'{NAME}: prompt_tokens go with reduce="prompt_mean" of an Objective.')
-        device, num_samples = rows.target.device, len(rows.counts)
+        device, num_rows, num_samples = rows.target.device, len(rows), len(rows.counts)
         chosen, rejected, owners = self._in_order(rows.counts)
-        of_rows, of_batch = self._fields(fields, len(rows), num_samples, device)
+        of_rows, of_batch = self._fields(fields, num_rows, num_samples, device)
         group = sequence_group(NAME, rows, group, needed=True)
         number = len(chosen) + (len(rejected) if self.kind == "kto" else 0)
         # A rank's loss is its part of a sum, and the context-parallel ranks of a sample all compute the same.
@@ -171,8 +171,9 @@ class Preference:
         for name, numbers in zip(PLACES, (chosen, rejected), strict=True):
             places = torch.tensor(numbers, dtype=torch.int64, device="cpu")
             of_batch[name] = places.to(device, non_blocking=True)
+        none = stats is None
         return Inputs(
-            **results_of(stats, rows, self),
+            **({"logprob": torch.zeros(num_rows, device=device), "entropy": None} if none else results_of(stats, self)),
             fields=of_rows,
             counted=rows.counted,
             weight=torch.where(rows.counted, scale, 0.0),

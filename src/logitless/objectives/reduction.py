@@ -53,9 +53,11 @@ def row_weights(
             :func:`prompt_tokens_over`.
         complete: what ``rows.complete`` says, if it was asked.
     """
-    instance(rows, Rows, "row_weights: rows", " Make one with Rows.packed, say.")
-    check_name(reduce, REDUCTIONS, "row_weights: reduce")
-    check_flags("row_weights", complete=complete)
+    known = isinstance(rows, Rows) and isinstance(reduce, str) and reduce in REDUCTIONS
+    if not known or not isinstance(complete, bool):
+        instance(rows, Rows, "row_weights: rows", " Make one with Rows.packed, say.")
+        check_name(reduce, REDUCTIONS, "row_weights: reduce")
+        check_flags("row_weights", complete=complete)
     if (reduce == "sample_sum" or length is not None) and (type(length) is not int or length < 1):
         raise refused("row_weights: length", "the fixed length of sample_sum, a positive integer,", length)
     device, num_samples = rows.target.device, len(rows.counts)

@@ -126,9 +126,11 @@ class Logits(Tensor):
         strict: bool = False,
     ) -> Logits:
         matrix = weight.weight if isinstance(weight, LoRA) else weight
-        if not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
             refuse_transforms("Logits")
-        _check_tensors(hidden=hidden, weight=matrix, bias=bias, weight_grad=weight_grad)
+        given = (hidden, matrix, *(x for x in (bias, weight_grad) if x is not None))
+        if not all(isinstance(x, Tensor) and x.layout == torch.strided for x in given):
+            _check_tensors(hidden=hidden, weight=matrix, bias=bias, weight_grad=weight_grad)
         linear = Linear(
             bias=bias,
             shard=shard,
@@ -191,7 +193,8 @@ class Logits(Tensor):
     def stands(self) -> Stands:
         """Hidden states, weight and the rest; raises where they have changed since the logits were made. Where somebody
         watches the gradient of the logits, the tensors stand behind them in the graph."""
-        matrix = self._stands.matrix
+        weight = self._stands.weight
+        matrix = weight.weight if isinstance(weight, LoRA) else weight
         # A plain weight in memory has its numbers; any other may have to be gathered.
         plain = type(matrix) in (Tensor, torch.nn.Parameter) and matrix.untyped_storage().size() > 0
         if self._stands.gather is not None or not matrix.numel() or not plain:

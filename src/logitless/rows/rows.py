@@ -319,7 +319,7 @@ class Rows:
     @property
     def complete(self) -> bool:
         """Whether every row is known to count in the loss, and every sample to be here as a whole."""
-        split = num_ranks(self.cp) > 1
+        split = self.cp is not None and self.cp.size > 1
         return self.mask is None and not split and (self.known_range or (IGNORE, 0))[0] >= 0
 
     @functools.cached_property

@@ -272,8 +272,8 @@ def test_the_memory_of_two_models_is_that_of_tiles():
 OF_ONE: dict[str, Callable[[Any], Any]] = {
     "logits less log Z": lambda x: (x - x.logsumexp(-1, keepdim=True)).gather(-1, IDS),
     "logits less log Z, by another name": lambda x: torch.sub(x, torch.logsumexp(x, -1).unsqueeze(-1)).gather(-1, IDS),
-    "log_prob": lambda x: Categorical(logits=x).log_prob(IDS[..., 0]),
-    "entropy": lambda x: Categorical(logits=x).entropy(),
+    "log_prob": lambda x: Categorical(logits=x, validate_args=True).log_prob(IDS[..., 0]),
+    "entropy": lambda x: Categorical(logits=x, validate_args=True).entropy(),
     "both": lambda x: [f(Categorical(logits=x)) for f in (lambda d: d.entropy(), lambda d: d.log_prob(IDS[..., 0]))],
     "unchecked": lambda x: Categorical(logits=x, validate_args=False).log_prob(IDS[..., 0]),
     "probabilities of log-probs": lambda x: F.softmax(F.log_softmax(x, -1), -1).gather(-1, IDS),
@@ -295,9 +295,9 @@ def test_a_log_prob_that_is_clamped_is_clamped(bounds: Any):
 def test_a_bad_sample_is_refused_as_by_torch():
     logits = ll.Logits(torch.randn(4, D), torch.randn(V, D), strict=True)
     with pytest.raises(ValueError, match="within the support"):
-        Categorical(logits=logits).log_prob(torch.tensor([0, 1, 2, V]))
+        Categorical(logits=logits, validate_args=True).log_prob(torch.tensor([0, 1, 2, V]))
     with pytest.raises(ValueError, match="invalid values"), pytest.warns(ll.operands.logits.LogitsMade):
-        Categorical(logits=ll.Logits(torch.full((4, D), torch.nan), torch.randn(V, D)))
+        Categorical(logits=ll.Logits(torch.full((4, D), torch.nan), torch.randn(V, D)), validate_args=True)
 
 
 def less_transposed(x: Any) -> Any:
