@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from logitless.call import PLAIN, Call, Operands
+from logitless.call import PLAIN, Call, Operands, members_of
 from logitless.collectives import sum_over
 from logitless.errors import LogitlessError, no_second_derivative
 from logitless.notes import explained
@@ -29,7 +29,6 @@ from logitless.readings.support import Entries, KeptLogits, Support, rows_of, wr
 from logitless.sources.given import as_matrix, given_problem, gradient_buffer
 from logitless.sources.linear import gathered_tokens, is_split, reduced_gradient, require_weight
 from logitless.sources.teachers import (
-    members_of,
     named_twice,
     own_call,
     own_gain,
