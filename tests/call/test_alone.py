@@ -79,7 +79,7 @@ def test_a_bias_that_fsdp_has_split_is_named():
         linear=SimpleNamespace(shard=None, bias=dtensor(Shard(0)), sequence_parallel=False),
     )
     with pytest.raises(ll.LogitlessError, match=r"^logprobs: bias is a DTensor with placements"):
-        as_products_take("logprobs", stands, SimpleNamespace())  # pyright: ignore[reportArgumentType]
+        as_products_take("logprobs", stands)
 
 
 @pytest.mark.parametrize(("kind", "summed"), [("reduced", 1), ("partial", 0)])

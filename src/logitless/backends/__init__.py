@@ -164,18 +164,18 @@ def _gradient(
     load(backend).gradient(problem, Normaliser(reference, log_sum), coef, out, out_index)
 
 
-def _through_operators(problem: Problem) -> bool:
+def _through_operators(x: Tensor) -> bool:
     """Whether a compiler traces the call, or its tensors are fake: an operator costs as much as a small problem.
 
     A dry run counts allocations, and an operator's fake would allocate the result alone.
     """
-    return torch.compiler.is_compiling() or isinstance(problem.logits, FakeTensor)
+    return torch.compiler.is_compiling() or isinstance(x, FakeTensor)
 
 
 def run_statistics(backend: str, problem: Problem) -> Tensor:
     """``statistics`` of the named backend: ``[4, R]``."""
     p = problem
-    if not _through_operators(p):
+    if not _through_operators(p.logits):
         return load(backend).statistics(p)
     places = (p.logits, p.index, p.column, p.gain, p.squash, p.columns, p.first)
     return _statistics(*places, p.entropy, p.memory, backend, p.canonical)
@@ -183,9 +183,7 @@ def run_statistics(backend: str, problem: Problem) -> Tensor:
 
 def run_solved(backend: str, lines: Tensor, gain: Tensor) -> Tensor:
     """``solved`` of the named backend: ``[4, R]``."""
-    if torch.compiler.is_compiling() or isinstance(lines, FakeTensor):
-        return _solved(lines, gain, backend)
-    return load(backend).solved(lines, gain)
+    return _solved(lines, gain, backend) if _through_operators(lines) else load(backend).solved(lines, gain)
 
 
 def run_gradient(
@@ -193,7 +191,7 @@ def run_gradient(
 ) -> None:
     """``gradient`` of the named backend, written over all of ``out``; what ``coef.at_ids`` says is not its business."""
     p = problem
-    if not _through_operators(p):
+    if not _through_operators(p.logits):
         return load(backend).gradient(p, norm, coef, out, out_index)
     _gradient(
         p.logits,

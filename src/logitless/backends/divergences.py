@@ -37,7 +37,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -56,17 +56,7 @@ Kind = Literal[
     "lk_hybrid",
 ]
 
-KINDS = (
-    "forward_kl",
-    "reverse_kl",
-    "jsd",
-    "tv",
-    "hellinger",
-    "alpha",
-    "acceptance",
-    "log_acceptance",
-    "lk_hybrid",
-)
+KINDS: tuple[str, ...] = get_args(Kind)
 
 ORDER = 9
 """Of the polynomials near 0."""
@@ -114,9 +104,9 @@ class Divergence:
             raise LogitlessError(f"divergence: eta is a number, 0 or more, but is {self.eta!r}.")
 
     @staticmethod
-    def of(given: Divergence | str, beta: float = 0.5, alpha: float = 0.5) -> Divergence:
+    def of(given: Divergence | str) -> Divergence:
         """From a name, or as it is."""
-        return given if isinstance(given, Divergence) else Divergence(given, beta, alpha)  # pyright: ignore[reportArgumentType]
+        return given if isinstance(given, Divergence) else Divergence(given)  # pyright: ignore[reportArgumentType]
 
     @property
     def power(self) -> float | None:

@@ -48,8 +48,7 @@ def gradient(problem: Problem, norm: Normaliser, coef: Coefficients, out: Tensor
     d = z - norm.reference[:, None]
     p = (d - norm.log_sum[:, None]).exp()
     dz = coef.elsewhere(d, p, (slice(None), None))
-    columns = torch.arange(problem.first, problem.first + problem.columns, device=z.device)
-    dz = torch.where(columns == problem.column[:, None], coef.at_target[:, None], dz)
+    dz = torch.where(is_target(problem), coef.at_target[:, None], dz)
     dz = torch.where((problem.column == SKIP)[:, None], torch.zeros_like(dz), dz * slope)
     out.zero_()
     out[slice(None) if out_index is None else out_index, : problem.columns] = dz.to(out.dtype)
@@ -66,6 +65,12 @@ def transformed(problem: Problem) -> tuple[Tensor, Tensor]:
     """``z`` of the selected rows over the true columns, and ``dz/dx``."""
     rows = problem.logits if problem.index is None else problem.logits[problem.index]
     return transform(rows[:, : problem.columns].to(problem.gain.dtype), problem.gain[:, None], problem.squash)
+
+
+def is_target(problem: Problem) -> Tensor:
+    """``[R, V]`` which column is the row's target."""
+    columns = torch.arange(problem.first, problem.first + problem.columns, device=problem.column.device)
+    return columns == problem.column[:, None]
 
 
 def best(problem: Problem, k: int, negative: bool) -> Tensor:
@@ -129,9 +134,7 @@ def exponentials(problem: Problem, stats: Tensor, running: Running, out: Tensor,
     e = (z - finite_or_zero(running.reference)[:, None]).exp()
     if slope and problem.squash:
         e = e * dz_dx / (problem.gain[:, None] * problem.squash)
-    columns = torch.arange(problem.first, problem.first + problem.columns, device=z.device)
-    unread = (columns == problem.column[:, None]) | (problem.column == SKIP)[:, None]
-    out.copy_(e.masked_fill(unread, 0.0))
+    out.copy_(e.masked_fill(is_target(problem) | (problem.column == SKIP)[:, None], 0.0))
 
 
 def move(running: Running, maximum: Tensor, skip: Tensor) -> None:
@@ -208,8 +211,7 @@ def divergence_gradient(
         inner = coef.plain[:, None]
         if coef.product is not None:
             inner = inner + coef.product[:, None] * (z - pair.norm.reference[:, None]).clamp_min(FLOOR)
-        columns = torch.arange(problem.first, problem.first + problem.columns, device=z.device)
-        dz = dz + torch.where(columns == problem.column[:, None], coef.at_target[:, None], p * inner)
+        dz = dz + torch.where(is_target(problem), coef.at_target[:, None], p * inner)
     dz = dz * slope
     dz = dz.masked_fill((problem.column == SKIP)[:, None], 0.0).to(out.dtype)
     out.zero_()

@@ -8,7 +8,7 @@ Every verb makes one ``Call`` and hands it on; nothing below asks again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, TypeVar
 
@@ -23,12 +23,10 @@ from logitless.collectives import agree_over, fingerprint
 from logitless.machine import Machine
 from logitless.operands import Kept, Linear, Teacher, Teachers
 from logitless.operands.stands import Bits
-from logitless.readings.reading import Row
 from logitless.readings.support import Support
 from logitless.readings.table import TEACHER_STATS, Table
 from logitless.rows import Rows
-from logitless.softmax import Normaliser
-from logitless.spec import VocabShard
+from logitless.spec import VocabShard, has_values
 
 T = TypeVar("T")
 
@@ -91,12 +89,14 @@ class Call:
         group: process group that holds the rest; None if unsharded.
         table: readings beyond the softmax; None for none.
         kind: which divergence, where there is a teacher.
+        taught: whether a teacher's logits over the vocabulary lie beside the student's, as they do not where it sent
+            K log-probs.
         logits_dtype: of logits that are computed here: wide, or what they are rounded to on request.
         backend: the backend, and its name.
         memory, budget: bytes of working memory, and as they were asked for, or the default.
         machine: which table of sizes applies. Work on given logits does not ask.
         num_tokens: of hidden states here, 0 where logits are given.
-        width, rank: D of hidden states, 0 where logits are given, and the rank of a LoRA.
+        width, rank, lora_scale: D of hidden states, 0 where logits are given, and rank and scale of a LoRA.
         parts: how many 16-bit products make one of float32 numbers: 2 where the weight alone is float32, 3 where hidden
             states are, too, and ``precision`` asks for it; 1 where operands are multiplied as they are.
         apart, apart_everywhere: why a product and the softmax of its logits are apart, with logits in memory between
@@ -134,6 +134,7 @@ class Call:
     group: Any
     table: Table | None
     kind: Divergence | None
+    taught: bool
     logits_dtype: torch.dtype
     backend: Backend
     backend_name: str
@@ -171,6 +172,11 @@ class Call:
         return tuple(sorted({min(max(self.vocab_size - start, 0), stop - start) for start, stop in bounds}))
 
     @property
+    def teachers(self) -> tuple[Teacher, ...]:
+        """The teacher, or one for each row; none where there is none."""
+        return members_of(self.asked.teacher)
+
+    @property
     def accepts(self) -> bool:
         """Whether the acceptance is read beside a teacher."""
         return self.kind is not None and (self.kind.accepts or "acceptance" in self.asked.stats)
@@ -178,27 +184,18 @@ class Call:
     @property
     def bucket(self) -> bool:
         """Whether the divergence is over all ids of a teacher, those that the student has not included."""
-        return any(x.tail == "bucket" for x in self._teachers)
+        return any(x.tail == "bucket" for x in self.teachers)
 
     @property
     def wants_whole(self) -> bool:
         """Whether a teacher is asked for its whole vocabulary, of which the student has part."""
         asked = self.accepts or self.bucket or any(name in TEACHER_STATS for name in self.asked.stats)
-        return asked and any(x.ids is not None for x in self._teachers)
-
-    @property
-    def _teachers(self) -> Sequence[Teacher]:
-        teacher = self.asked.teacher
-        return teacher.members if isinstance(teacher, Teachers) else (teacher,) if isinstance(teacher, Teacher) else ()
+        return asked and any(x.ids is not None for x in self.teachers)
 
     def support(self) -> Support | None:
         """The sampler's support of each row, if there is one."""
         kept = self.asked.kept
         return None if kept is None else Support.of(kept, self.rows.target, self.start, self.vocab_size)
-
-    def row(self, norm: Normaliser) -> Row:
-        """What results of readings are made of, of all rows."""
-        return Row(norm, self.rows.target, self.gain, self.squash)
 
     def unchanged(self) -> Unchanged:
         """What backward reads besides what autograd saves, as it is now."""
@@ -208,7 +205,7 @@ class Call:
 
     def read_again(self) -> dict[str, Tensor | None]:
         """What backward reads besides what autograd saves, by the argument that it is."""
-        teacher, members = self.asked.teacher, self._teachers
+        teacher, members = self.asked.teacher, self.teachers
         found: dict[str, Tensor | None] = {"rows.index": self.rows.index, "rows.target": self.rows.target}
         found |= {"ids": self.asked.ids, "which": getattr(teacher, "which", None)}
         if self.kept is not None:
@@ -287,7 +284,7 @@ def _facts(options: Any) -> dict[str, Any]:
 
 
 def _teacher_facts(teacher: Any) -> dict[str, Any]:
-    members = teacher.members if isinstance(teacher, Teachers) else (teacher,) if isinstance(teacher, Teacher) else ()
+    members = members_of(teacher)
     return {
         "the number of teachers": len(members),
         "which row has which teacher": fingerprint(getattr(teacher, "which", None)),
@@ -296,6 +293,22 @@ def _teacher_facts(teacher: Any) -> dict[str, Any]:
             for number, field in enumerate(fields(Teacher))
         },
     }
+
+
+def members_of(teacher: Any) -> tuple[Teacher, ...]:
+    """One teacher, or all of several; none where there is none."""
+    if isinstance(teacher, Teachers):
+        return tuple(teacher.members)
+    return (teacher,) if isinstance(teacher, Teacher) else ()
+
+
+def rows_of_each(teacher: Teacher | Teachers, num_rows: int) -> list[int]:
+    """How many of the rows each teacher has. In a dry run all rows count as the first teacher's."""
+    if isinstance(teacher, Teacher):
+        return [num_rows]
+    if not has_values(teacher.which):
+        return [num_rows, *[0] * (len(teacher.members) - 1)]
+    return teacher.which.bincount(minlength=len(teacher.members)).tolist()
 
 
 def together(call: Callable[[], T], shard: Any, caller: str, facts_of: Callable[[T], dict[str, Any]]) -> T:

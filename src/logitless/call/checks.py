@@ -58,7 +58,7 @@ def check_hidden(caller: str, operands: Any, rows: Any, linear: Linear, asked: A
     """Everything that is refused of a call on hidden states and a head."""
     hidden, weight = operands.hidden, operands.weight
     check_kinds(caller, asked)
-    check_linear(caller, hidden, weight, linear, operands, asked)
+    check_linear(caller, operands, linear, asked)
     chosen, shape = resolve_rows(caller, rows)
     check_tokens(caller, hidden, weight, chosen, linear)
     return _checked(caller, hidden, weight.shape[0], chosen, shape, linear.shard, asked)
@@ -202,15 +202,12 @@ def resolve_rows(caller: str, rows: Any) -> tuple[Rows, tuple[int, ...]]:
 def local_part(
     caller: str, name: str, x: Any, shard: VocabShard | None, *, sharded: bool = True, last: bool = False
 ) -> Any:
-    """What lives here of an argument, out of a DTensor whose meaning is clear; anything else as it is.
+    """What lives here of an argument that is a DTensor whose meaning is clear.
 
     Args:
         sharded: whether it may be sharded over the group of the shard, along its first dimension, or its last.
     """
-    placements = getattr(x, "placements", None)
-    if placements is None:
-        return x
-    mesh, group = x.device_mesh, getattr(shard, "group", None)
+    mesh, placements, group = x.device_mesh, x.placements, getattr(shard, "group", None)
     over_group = mesh.ndim == 1 and group is not None and mesh.get_group() == group
     dim = x.dim() - 1 if last else 0
     if all(p.is_replicate() for p in placements) or (over_group and sharded and placements[0].is_shard(dim)):
@@ -356,9 +353,9 @@ def check_lora(caller: str, hidden: Tensor, lora: LoRA, linear: Linear) -> None:
         )
 
 
-def check_linear(caller: str, hidden: Tensor, weight: Tensor, linear: Linear, operands: Any, asked: Asked) -> None:
+def check_linear(caller: str, operands: Any, linear: Linear, asked: Asked) -> None:
     """Raise for hidden states, a weight, a bias and options that do not go together."""
-    bias, shard = operands.bias, linear.shard
+    hidden, weight, bias, shard = operands.hidden, operands.weight, operands.bias, linear.shard
     if hidden.dtype not in FLOATS or hidden.dim() < 1:
         raise refused(f"{caller}: hidden", f"[..., D] of {[str(d) for d in FLOATS]}", hidden)
     if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:

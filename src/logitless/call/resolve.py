@@ -43,7 +43,7 @@ def resolve(caller: str, logits: Any, rows: Any, asked: Asked, chunks: bool = Fa
     shard = getattr(logits, "shard", None)
     if isinstance(logits, Logits):
         stands = logits.stands()
-        operands = as_products_take(caller, stands, asked)
+        operands = as_products_take(caller, stands)
         linear = _with_local_parts(caller, stands.linear)
         checked = checks.check_hidden(caller, operands, rows, linear, asked)
         default = default_memory(logits, chunks)
@@ -142,7 +142,6 @@ def _resolve(
         machine = Machine.of(x.device) if told is None else told
     name, backend = backend_of(x, asked.backend, None if pretended is None else pretended.device)
     start, found_here = 0 if shard is None else shard.start, found and columns == vocab_size
-    table = _table(asked, num_rows, negative, start)
     over_support = kept is not None and kept.scope == "support"
     return Call(
         caller=caller,
@@ -166,8 +165,9 @@ def _resolve(
         start=start,
         columns=columns,
         group=None if shard is None else shard.group,
-        table=table,
+        table=_table(asked, num_rows, negative, start),
         kind=None if asked.teacher is None else Divergence.of(asked.divergence),
+        taught=asked.teacher is not None and kept is None and getattr(asked.teacher, "top_k", None) is None,
         backend=backend,
         backend_name=name,
         memory=size,
@@ -271,7 +271,7 @@ def autocast_dtype(hidden: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(kind) if on else None
 
 
-def as_products_take(caller: str, stands: Stands, asked: Asked) -> Operands:
+def as_products_take(caller: str, stands: Stands) -> Operands:
     """Operands as a linear layer would take them: in autocast's dtype where it is on, the local part of a DTensor, the
     adapter of a LoRA apart."""
     hidden, weight, linear = stands.hidden, stands.weight, stands.linear

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from logitless.machine import Tiles, pieces
+from logitless.operands import Kept
 from logitless.passes.exponentials import Exponentials
 from logitless.passes.look import asked_of, look_whole, tile_lines
 from logitless.passes.pairs import PairChunk, crossed, found
@@ -58,15 +59,14 @@ class Chunk(Protocol):
 
 def empty_chunk(p: Projection, plan: Plan, teacher: TeacherRows | None) -> Chunk:
     """Room for the largest chunk of a plan."""
-    crossing = plan.tiles is not None and teacher is not None
-    if plan.tiles is not None and plan.tiles.fused and teacher is not None:
-        return PairChunk.empty(p, plan.rows, teacher)
     if plan.tiles is not None and teacher is None:
         return ExponentialsChunk(p, Exponentials.empty(p, plan.rows, plan.tiles), plan.tiles)
+    if plan.tiles is not None and plan.tiles.fused and teacher is not None:
+        return PairChunk.empty(p, plan.rows, teacher)
     rows = max((stop - start for start, stop in plan.chunks), default=0)
     logits = p.empty_rows(rows, p.call.columns, p.call.logits_dtype)
     others = None if teacher is None else p.empty_rows(rows, p.call.columns, p.gain.dtype)
-    return LogitsChunk(p, logits, plan.columns, plan.elementwise, teacher, others, crossing)
+    return LogitsChunk(p, logits, plan.columns, plan.elementwise, teacher, others, crossing=plan.tiles is not None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,11 +100,10 @@ class LogitsChunk:
                 rows.project(columns.start, problem.logits[:, columns])
         if self.teacher is not None and self.others is not None:
             seen = self.teacher.cut(start, stop).look(self.others, problem, call)
-        whole = stop - start == len(self.p.hidden) == call.num_rows
         if self.crossing and seen is not None:
-            return found(call, None if whole else slice(start, stop), crossed(call, problem, seen.problem))
-        support = None if call.kept is None else self._support(start, stop)
-        asked = asked_of(call) if whole else self._asked(start, stop)
+            return found(call, slice(start, stop), crossed(call, problem, seen.problem))
+        support = None if call.kept is None else self._support(call.kept, start, stop)
+        asked = self._padded(start, stop) if len(self.p.hidden) > call.num_rows else asked_of(call, slice(start, stop))
         return look_whole(call, asked, problem, support, seen)
 
     def gradient(
@@ -112,13 +111,12 @@ class LogitsChunk:
     ) -> Tensor:
         rows, call, teacher = self.p.cut(start, stop), self.p.call, None
         problem = rows.whole(self.logits, self.elementwise, column)
-        whole = stop - start == len(self.p.hidden) == call.num_rows
-        asked = asked_of(call) if whole else self._asked(start, stop)
+        support = None if call.kept is None else self._support(call.kept, start, stop)
+        asked = self._padded(start, stop) if len(self.p.hidden) > call.num_rows else asked_of(call, slice(start, stop))
         if self.teacher is not None and self.others is not None:
             beside = self.teacher.cut(start, stop)
             teacher = beside.of_written(beside.room(self.others, problem), problem)
-        support, table = None if call.kept is None else self._support(start, stop), asked.table
-        target = asked.target.masked_fill(column == SKIP, IGNORE)
+        target, table = asked.target.masked_fill(column == SKIP, IGNORE), asked.table
         if support is not None:
             support = replace(support, target=target)
         row = Row(Normaliser(saved["reference"], saved["log_sum"]), target, asked.gain, asked.squash)
@@ -130,21 +128,17 @@ class LogitsChunk:
             write_at_ids(call.backend, terms.coef, 0, call.columns, out)
         return out
 
-    def _asked(self, start: int, stop: int) -> Asked:
+    def _padded(self, start: int, stop: int) -> Asked:
+        """What is to be found of some rows, where there are rows that stand for nothing after the last."""
         call, length = self.p.call, len(self.p.hidden)
-        if length == call.num_rows:
-            return asked_of(call, slice(start, stop))
         pad, table = torch.nn.functional.pad, call.table
         target = pad(call.rows.target, (0, length - call.num_rows), value=IGNORE)[start:stop]
         table = None if table is None else table.padded(length).cut(slice(start, stop))
         given = (call.squash, target == IGNORE, call.entropy, call.group, table)
         return Asked(target, self.p.gain[start:stop], *given, call.backend_name if call.canonical else None)
 
-    def _support(self, start: int, stop: int) -> Support | None:
-        """The support of some rows."""
-        kept, call = self.p.call.kept, self.p.call
-        if kept is None:
-            return None
+    def _support(self, kept: Kept, start: int, stop: int) -> Support:
+        call = self.p.call
         return Support.of(kept.cut(start, stop), call.rows.target[start:stop], call.start, call.vocab_size)
 
 

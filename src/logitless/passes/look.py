@@ -8,7 +8,6 @@ Where one kernel makes the logits and their statistic, there is no tile, and par
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -23,6 +22,7 @@ from logitless.call import Call
 from logitless.machine import Tiles, pieces
 from logitless.passes.exponentials import Exponentials
 from logitless.readings.found import Asked, Found, Lines, Taught, find
+from logitless.readings.rank import Rank
 from logitless.readings.support import Support, kept_statistics, merge_kept
 from logitless.readings.table import Table
 from logitless.softmax import WIDTH, Normaliser, Statistic, merge
@@ -33,20 +33,14 @@ from logitless.sources.teachers import Seen
 def asked_of(call: Call, rows: slice | None = None) -> Asked:
     """What is to be found of all rows, or of some."""
     target, gain, ignored, table = call.rows.target, call.gain, call.ignored, call.table
-    if rows is not None:
+    if rows is not None and rows != slice(0, call.num_rows):
         target, gain, table = target[rows], gain[rows], None if table is None else table.cut(rows)
         ignored = None if ignored is None else ignored[rows]
     solver = call.backend_name if call.canonical else None
     return Asked(target, gain, call.squash, ignored, call.entropy, call.group, table, solver)
 
 
-def look_whole(
-    call: Call,
-    asked: Asked,
-    problem: Problem,
-    support: Support | None,
-    seen: Seen | None,
-) -> Found:
+def look_whole(call: Call, asked: Asked, problem: Problem, support: Support | None, seen: Seen | None) -> Found:
     """Everything that is asked for of whole rows that are there, a teacher's beside them if there is one.
 
     Args:
@@ -54,44 +48,32 @@ def look_whole(
         seen: of their teacher.
     """
     teacher, whole, best = (None, None, None) if seen is None else seen
-    # torch.compile traces this function, so the backend is looked up by name behind an operator.
     table = asked.table
+    # torch.compile traces this function, so the backend is looked up by name behind an operator.
+    opaque = torch.compiler.is_compiling() or isinstance(problem.logits, FakeTensor)
     lines = Lines(
-        (run_statistics(call.backend_name, problem) if _opaque(problem) else call.backend.statistics(problem)),
+        run_statistics(call.backend_name, problem) if opaque else call.backend.statistics(problem),
         None if support is None else kept_statistics(support.logits(problem)),
         None if table is None else table.lines(call.backend, problem, slice(None)),
         # The teacher's entropy is always summed: its cost cannot be measured.
         None if teacher is None else call.backend.statistics(replace(teacher, entropy=True, canonical=False)),
         best,
     )
-    count: Callable[[Tensor], Tensor] | None = None
-    taught: Taught | None = None
     rank = None if table is None else table.rank
-    if rank is not None:
+    count = None if rank is None else lambda key: rank.again(call.backend, problem, key, asked.target)
+    if teacher is None:
+        return find(asked, lines, count)
+    kind = call.kind
+    assert kind is not None
 
-        def ahead(key: Tensor) -> Tensor:
-            return rank.again(call.backend, problem, key, asked.target)
+    def compare(norm: Normaliser, other: Normaliser, share: Tensor | None) -> Tensor:
+        pair = Pair(problem, teacher, norm, other, kind, share)
+        sums = problem.gain.new_empty((pair.lines, problem.num_rows))
+        call.backend.divergence(pair, sums)
+        return sums
 
-        count = ahead
-
-    if teacher is not None:
-
-        def sums_of(norm: Normaliser, other: Normaliser, share: Tensor | None) -> Tensor:
-            assert call.kind is not None
-            pair = Pair(problem, teacher, norm, other, call.kind, share)
-            sums = problem.gain.new_empty((pair.lines, problem.num_rows))
-            call.backend.divergence(pair, sums)
-            return sums
-
-        assert call.kind is not None
-        taught = Taught(call.kind, sums_of, call.accepts, call.bucket, call.asked.stats, whole)
-
+    taught = Taught(kind, compare, call.accepts, call.bucket, call.asked.stats, whole)
     return find(asked, lines, count, taught)
-
-
-def _opaque(problem: Problem) -> bool:
-    """Whether a compiler traces the call, or its tensors are fake: then backends run behind operators."""
-    return torch.compiler.is_compiling() or isinstance(problem.logits, FakeTensor)
 
 
 def look_by_tiles(p: Projection, tiles: Tiles, support: Support | None, stored: Exponentials | None) -> Found:
@@ -107,15 +89,8 @@ def look_by_tiles(p: Projection, tiles: Tiles, support: Support | None, stored: 
 def find_rows(p: Projection, tiles: Tiles, lines: Lines) -> Found:
     """Results of the rows of a call from lines of all its columns here. A padded projection has more rows."""
     call = p.call
-    count: Callable[[Tensor], Tensor] | None = None
     rank = None if call.table is None else call.table.rank
-    if rank is not None:
-
-        def ahead(key: Tensor) -> Tensor:
-            return count_ahead(p, tiles, key, call.rows.target - rank.start, rank.negative)
-
-        count = ahead
-
+    count = None if rank is None else lambda key: count_ahead(p, tiles, key, rank)
     if len(p.hidden) != call.num_rows:
         lines = Lines(*(None if x is None else x[:, : call.num_rows] for x in lines))  # pyright: ignore[reportArgumentType]
     return find(asked_of(call), lines, count)
@@ -196,15 +171,15 @@ def _fused_lines(p: Projection, tiles: Tiles, stored: Exponentials | None) -> Li
     return Lines(out[:width], None, best_lines(p, out[width:]) if top else None)
 
 
-def count_ahead(p: Projection, tiles: Tiles, key: Tensor, place: Tensor, negative: bool) -> Tensor:
-    """``[R]`` columns here that come before one with this key and this number, from all tiles once more: the same
-    products in the same sizes, and therefore the same bits."""
-    num_rows, total = len(key), p.gain.new_zeros(len(p.hidden))
+def count_ahead(p: Projection, tiles: Tiles, key: Tensor, rank: Rank) -> Tensor:
+    """``[R]`` columns here that come before the target, whose key this is, from all tiles once more: the same products
+    in the same sizes, and therefore the same bits."""
+    place, num_rows, total = p.call.rows.target - rank.start, len(key), p.gain.new_zeros(len(p.hidden))
     key, place = (torch.nn.functional.pad(x, (0, len(p.hidden) - num_rows)) for x in (key, place))
     memory = p.empty_tile(tiles)
     for rows in pieces(len(p.hidden), tiles.rows, p.hidden.is_meta):
         part = p.cut(rows.start, rows.stop)
         for columns in pieces(p.call.columns, tiles.columns, p.hidden.is_meta):
             tile = part.tile(memory, tiles, columns.start)
-            total[rows] += p.backend.ahead(tile, key[rows], place[rows], negative)
+            total[rows] += p.backend.ahead(tile, key[rows], place[rows], rank.negative)
     return total[:num_rows]

@@ -29,7 +29,7 @@ from logitless.objectives import Inputs, Metrics, Objective, Preference
 from logitless.objectives.metrics import Evaluate
 from logitless.passes.back import Gradients
 from logitless.passes.chunk import Chunk, empty_chunk
-from logitless.passes.own_terms import differs, refused
+from logitless.passes.own_terms import RowGradients, differs, refused
 from logitless.readings.outcomes import Sent
 from logitless.route import Plan
 from logitless.softmax import SKIP
@@ -219,7 +219,10 @@ class OnePass:
         counted, staying = None if part.complete else part.counted, None
         stays = matters(found) if counted is None else counted & matters(found)
         drop = ask and not _capturing(stays)
-        dry = self._dry_number(stop - start) if stays.is_meta or isinstance(stays, FakeTensor) else None
+        # In a dry run no value says how many rows have a gradient; the call does.
+        dry = None
+        if stays.is_meta or isinstance(stays, FakeTensor):
+            dry = round((stop - start) * (1 - self.p.call.dropped))
         number = _read_later(stays.sum(), dry) if drop else None
         if self.p.call.rows.mask is not None and counted is not None:
             # Rows of a mask may hold NaN: without a target their gradient is 0, and not 0 * NaN.
@@ -289,10 +292,6 @@ class OnePass:
         costs, operations = self.p.call.machine.costs, 4 * num_rows * self.p.call.columns * self.p.hidden.shape[1]
         return costs is None or operations > WAIT * costs.flops
 
-    def _dry_number(self, num_rows: int) -> int:
-        """In a dry run no value says how many rows have a gradient; the call does."""
-        return round(num_rows * (1 - self.p.call.dropped))
-
 
 class Float16Scale:
     """The power of two that float16 gradients are held by: the largest upstream gradient so far is near 1.
@@ -329,9 +328,6 @@ class Float16Scale:
                 self.into.hidden[start:stop] *= self.by_chunk[-1] / scale
         return self.by_chunk[-1] if self.by_chunk else None
 
-
-RowGradients = dict[str, Tensor | None]
-"""``[C]`` gradients of a loss by the results that its terms are on; None where nothing depends on one."""
 
 TERMS = ("logprob", "entropy", "log_z", "divergence", "mean_logit")
 """Results that a loss may have terms on."""

@@ -11,7 +11,7 @@ sum to 0 over any rows. So the gradients themselves are compared, which are vect
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -19,11 +19,11 @@ from torch import Tensor
 from logitless.errors import LogitlessError
 from logitless.objectives import Objective, Preference
 
-Gradients = Mapping[str, Tensor | None]
-"""``[C]`` gradients by the results that terms are on; None where nothing depends on one."""
+RowGradients = dict[str, Tensor | None]
+"""``[C]`` gradients of a loss by the results that its terms are on; None where nothing depends on one."""
 
 
-def differs(in_chunks: Sequence[Gradients], at_once: Gradients) -> Tensor:
+def differs(in_chunks: Sequence[RowGradients], at_once: RowGradients) -> Tensor:
     """0-dim bool, whether the gradients of any row are others than rounding explains.
 
     The work on a row is the same in both, so that most of them have the same bits. Half of the digits are compared; a

@@ -63,7 +63,7 @@ def look_at_pairs(p: Projection, tiles: Tiles, teacher: TeacherRows) -> Found:
         couple = couple_of(part, beside, whole)
         parts = pairs_of(p).parts(couple, reverse)
         pairs_of(p).merge(couple, reverse, parts, out[:, rows])
-    return found(p.call, None, out)
+    return found(p.call, slice(0, p.call.num_rows), out)
 
 
 def crossed(call: Call, student: Problem, teacher: Problem) -> Tensor:
@@ -119,8 +119,7 @@ class PairChunk:
         reverse, out = is_reverse(self.p.call), self.p.gain.new_empty((LINES, stop - start))
         parts = pairs_of(self.p).parts(couple, reverse, self.parts, stored)
         pairs_of(self.p).merge(couple, reverse, parts, out)
-        whole = stop - start == self.p.call.num_rows
-        return found(self.p.call, None if whole else slice(start, stop), out)
+        return found(self.p.call, slice(start, stop), out)
 
     def gradient(
         self, start: int, stop: int, column: Tensor, saved: Mapping[str, Tensor], up: Mapping[str, Tensor | None]
@@ -149,8 +148,8 @@ def is_reverse(call: Call) -> bool:
     return call.kind.kind == "reverse_kl"
 
 
-def found(call: Call, rows: slice | None, lines: Tensor) -> Found:
-    """From the lines of all rows of a call, or of some."""
+def found(call: Call, rows: slice, lines: Tensor) -> Found:
+    """Results from the lines of those rows of a call."""
     assert call.kind is not None
     taught = Taught(call.kind, None, False, False, call.asked.stats)
     own, other, cross = lines[:WIDTH], lines[WIDTH : 2 * WIDTH], lines[2 * WIDTH :]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from logitless.passes.exponentials import Exponentials
 from logitless.passes.frozen import Unit, lines_with_unit, unit_gradient
 from logitless.passes.look import asked_of, find_rows, look_by_tiles, look_whole
 from logitless.passes.pairs import look_at_pairs
-from logitless.passes.terms import Terms
+from logitless.passes.terms import Terms, or_zeros
 from logitless.passes.whole import teacher_rows
 from logitless.readings.found import Asked, Found
 from logitless.readings.ids import write_at_ids
@@ -39,7 +39,7 @@ from logitless.spec import IGNORE, TokenStats, untraced
 DIFFERENTIABLE = ("logprob", "log_z", "divergence", "acceptance")
 """Results with a gradient; so have those of which a reading says so, and an entropy if it is asked for."""
 
-PLACES = ("index", "target", "column", "gain", "kept_ids", "kept_lengths")
+PLACES: tuple[str, ...] = ("index", "target", "column", "gain", "kept_ids", "kept_lengths")
 """Tensors of a call that backward reads besides the operands: saved, so that a change in place is an error."""
 
 
@@ -74,8 +74,7 @@ def _names(call: Call) -> tuple[str, ...]:
     named = {"logprob", "log_z", *(("entropy",) if call.entropy else ())}
     if call.table is not None:
         named |= {name for reading in call.table.readings for name in reading.names}
-    teacher = call.asked.teacher
-    if teacher is not None and call.kept is None and not (isinstance(teacher, Teacher) and teacher.top_k is not None):
+    if call.taught:
         named |= {"divergence", "teacher_logprob", "teacher_entropy", *(("acceptance",) if call.accepts else ())}
         named |= {"teacher_top1_id" if name == "teacher_top1" else name for name in call.asked.stats}
     return tuple(name for name in TokenStats._fields if name in named)
@@ -89,10 +88,9 @@ class _Score(torch.autograd.Function):
         ctx: Any, call: Call, plan: Plan, names: tuple[str, ...], *tensors: Tensor | None
     ) -> tuple[Tensor, ...]:
         """Results in the order of :class:`TokenStats`: the compiler takes no None among them."""
-        operands, places = Operands(*tensors[:6]), _places(tensors[6:])
-        column = places["column"]
+        operands, places = Operands(*tensors[:6]), dict(zip(PLACES, tensors[6:], strict=True))
         look = _look_given if operands.logits is not None else _look_hidden
-        found, more = look(call, plan, operands, places, column)
+        found, more = look(call, plan, operands, places)
         results = {name: found.results[name] for name in names}
         ctx.set_materialize_grads(False)
         graded = (*DIFFERENTIABLE, "entropy") if call.asked.entropy == "grad" else DIFFERENTIABLE
@@ -145,11 +143,8 @@ class _Score(torch.autograd.Function):
             return None, None, None, *found, *nothing
 
 
-def _places(tensors: tuple[Any, ...]) -> dict[str, Any]:
-    return dict(zip(PLACES, tensors, strict=True))
-
-
 def _support(call: Call, places: Mapping[str, Tensor | None]) -> Support | None:
+    """The sampler's support of each row, if there is one."""
     ids, lengths, target = (places[name] for name in ("kept_ids", "kept_lengths", "target"))
     if ids is None or lengths is None or target is None:
         return None
@@ -164,18 +159,18 @@ def _row(call: Call, saved: Mapping[str, Any]) -> Row:
 
 
 def _look_given(
-    call: Call, plan: Plan, operands: Operands, places: Mapping[str, Any], column: Tensor
+    call: Call, plan: Plan, operands: Operands, places: Mapping[str, Any]
 ) -> tuple[Found, dict[str, Tensor]]:
-    logits = operands.logits
+    logits, support = operands.logits, _support(call, places)
     assert logits is not None
-    problem = given_problem(logits, places["index"], column, places["gain"], call)
+    problem = given_problem(logits, places["index"], places["column"], places["gain"], call)
     if not plan.taught:
         # torch.compile traces this branch, so it uses the tensors handed in and not those of the call.
         target, ignored = places["target"], None if call.found else places["target"] == IGNORE
         solver = call.backend_name if call.canonical else None
         asked = Asked(target, places["gain"], call.squash, ignored, call.entropy, call.group, call.table, solver)
-        return look_whole(call, asked, problem, None if call.kept is None else _support(call, places), None), {}
-    beside = _Beside.of(call, plan, problem, teacher_rows)
+        return look_whole(call, asked, problem, support, None), {}
+    beside = _GivenTeacher.of(call, plan, problem, teacher_rows)
     if len(plan.chunks) == 1:
         return look_whole(call, asked_of(call), problem, None, beside.look(call, 0, call.num_rows, problem)), {}
     found = []
@@ -192,7 +187,7 @@ def _given_gradient(
     problem = given_problem(logits, saved["index"], saved["column"], saved["gain"], call)
     out, out_index = gradient_buffer(logits, saved["index"], problem, dtype, call.overwrite)
     terms = Terms.of(call, saved, up, _row(call, saved), _support(call, saved))
-    beside = _Beside.of(call, plan, problem, TeacherRows.of) if plan.taught else _Beside(None, None, None)
+    beside = _GivenTeacher.of(call, plan, problem, TeacherRows.of)
     if len(plan.chunks) == 1:
         terms.write(call, problem, out, out_index, beside.rows(0, call.num_rows, problem))
         # Asked here: a compiler would trace the search for the backend.
@@ -214,22 +209,30 @@ def _given_gradient(
     return logits.detach() if call.overwrite else out.view(logits.shape)
 
 
-class _Beside:
-    """The teacher's rows beside logits that exist: where they lie, or made for a chunk of rows at a time."""
+@dataclass(frozen=True, eq=False)
+class _GivenTeacher:
+    """The teacher's rows beside logits that exist: where they lie, or made for a chunk of rows at a time.
 
-    def __init__(self, whole: Problem | None, made: TeacherRows | None, memory: Tensor | None) -> None:
-        self.whole, self.made, self.memory = whole, made, memory
+    Attributes:
+        whole: all rows where they lie, or None.
+        made, memory: the rows, and flat memory of a chunk of them; None where they lie somewhere, or without a teacher.
+    """
+
+    whole: Problem | None = None
+    made: TeacherRows | None = None
+    memory: Tensor | None = None
 
     @staticmethod
-    def of(call: Call, plan: Plan, problem: Problem, rows: Callable[[Any, Call], TeacherRows]) -> _Beside:
+    def of(call: Call, plan: Plan, problem: Problem, rows: Callable[[Any, Call], TeacherRows]) -> _GivenTeacher:
+        """The teacher of a call; ``rows`` makes its rows where they lie nowhere."""
         teacher = call.asked.teacher
         if not plan.taught or not isinstance(teacher, Teacher | Teachers):
-            return _Beside(None, None, None)
+            return _GivenTeacher()
         whole = in_place(teacher, problem, call)
         if whole is not None:
-            return _Beside(whole, None, None)
+            return _GivenTeacher(whole)
         memory = problem.gain.new_empty(plan.rows * call.columns)
-        return _Beside(None, rows(teacher, call), memory)
+        return _GivenTeacher(None, rows(teacher, call), memory)
 
     def rows(self, start: int, stop: int, like: Problem) -> Problem | None:
         """The teacher's logits of rows ``start .. stop``; None without a teacher."""
@@ -254,19 +257,19 @@ class _Beside:
 
 
 def _look_hidden(
-    call: Call, plan: Plan, operands: Operands, places: Mapping[str, Any], column: Tensor
+    call: Call, plan: Plan, operands: Operands, places: Mapping[str, Any]
 ) -> tuple[Found, dict[str, Tensor]]:
-    p = Projection.of(selected_rows(operands, call), operands, column, call, call.found_here)
+    support = _support(call, places)
+    p = Projection.of(selected_rows(operands, call), operands, places["column"], call, call.found_here)
     if plan.kind == "pair":
         return _look_pairs(p, plan)
     assert plan.forward is not None
-    assert call.linear is not None
     if plan.kind == "frozen":
         lines, unit = lines_with_unit(p, plan.forward, call.table)
         more = {"others": unit.others[: call.num_rows], "local": unit.local[: call.num_rows]}
         return find_rows(p, plan.forward, lines), more
     stored = Exponentials.empty(p, plan.kept_rows, plan.forward) if plan.kept_rows else None
-    found = look_by_tiles(p, plan.forward, None if call.kept is None else _support(call, places), stored)
+    found = look_by_tiles(p, plan.forward, support, stored)
     return found, {} if stored is None else {"exponentials": stored.values, "references": stored.reference}
 
 
@@ -275,7 +278,6 @@ def _look_pairs(p: Projection, plan: Plan) -> tuple[Found, dict[str, Tensor]]:
     gradients of hidden rows, if the head has none."""
     call, teacher = p.call, p.call.asked.teacher
     assert isinstance(teacher, Teacher | Teachers)
-    assert call.linear is not None
     rows, fixed = teacher_rows(teacher, call), call.bits == "canonical" and bool(plan.chunks)
     if plan.forward is not None:
         return look_at_pairs(p, plan.forward, rows), {}
@@ -308,8 +310,7 @@ def _hidden_gradients(
     if plan.kind == "frozen":
         # Unit gradients take the place of hidden rows, which are neither gathered nor multiplied again.
         p = Projection.of(saved["others"], operands, saved["column"], call, multiplied=False)
-        g_logprob = up["logprob"]
-        g_logprob = torch.zeros_like(saved["logprob"]) if g_logprob is None else g_logprob.contiguous()
+        g_logprob = or_zeros(up["logprob"], saved["logprob"])
         unit = Unit(saved["others"], saved["local"])
         rows = unit_gradient(p, unit, row.norm, saved["logprob"], g_logprob, up["log_z"])
         return hidden_gradient(rows, operands.hidden.shape, call), None, None, None, None
@@ -320,7 +321,7 @@ def _hidden_gradients(
         return hidden_gradient(rows, operands.hidden.shape, call), None, None, None, None
     assert plan.backward is not None
     p = Projection.of(selected_rows(operands, call), operands, saved["column"], call, call.found_here)
-    beside = Beside(Terms.of(call, saved, up, row, _support(call, saved)), *_stored(p, plan, saved))
+    beside = _beside(p, plan, Terms.of(call, saved, up, row, _support(call, saved)), saved)
     _, hidden, weight, bias, y, _ = needs
     index = staying_rows(call, plan, saved, up)
     if index is not None:
@@ -333,10 +334,8 @@ def _hidden_gradients(
     return d_hidden, found.weight, found.bias, d_y, found.low
 
 
-def _stored(
-    p: Projection, plan: Plan, saved: Mapping[str, Any]
-) -> tuple[Exponentials | None, tuple[TeacherRows, Tensor | None] | None]:
-    """What lies beside the tiles of backward: exponentials that forward stored, or the teacher."""
+def _beside(p: Projection, plan: Plan, terms: Terms, saved: Mapping[str, Any]) -> Beside:
+    """What lies beside the tiles of backward: the terms, and exponentials that forward stored, or the teacher."""
     assert plan.backward is not None
     if plan.kind == "pair":
         teacher = p.call.asked.teacher
@@ -344,10 +343,10 @@ def _stored(
         memory = None
         if not plan.backward.fused:
             memory = p.empty((plan.backward.rows, plan.backward.columns), p.gain.dtype).view(-1)
-        return None, (TeacherRows.of(teacher, p.call), memory)
+        return Beside(terms, teacher=(TeacherRows.of(teacher, p.call), memory))
     if "exponentials" not in saved or plan.forward is None:
-        return None, None
-    return Exponentials.of(p, saved["exponentials"], saved["references"], plan.forward), None
+        return Beside(terms)
+    return Beside(terms, Exponentials.of(p, saved["exponentials"], saved["references"], plan.forward))
 
 
 def detached(stats: TokenStats) -> TokenStats:

@@ -20,6 +20,11 @@ from logitless.softmax import ELSEWHERE, Coefficients, Normaliser, coefficients
 from logitless.spec import IGNORE
 
 
+def or_zeros(upstream: Tensor | None, like: Tensor) -> Tensor:
+    """An upstream gradient, with numbers where autograd has none."""
+    return torch.zeros_like(like) if upstream is None else upstream.contiguous()
+
+
 class KeptTerms(NamedTuple):
     """What dZ needs besides where log-probs are normalised over a support.
 
@@ -55,8 +60,8 @@ class TeacherTerms(NamedTuple):
     def of(kind: Divergence, saved: Mapping[str, Tensor], up: Mapping[str, Tensor | None]) -> TeacherTerms:
         """From what forward saved, by name, and the upstream gradients of results, by name."""
         norm = Normaliser(saved["teacher_reference"], saved["teacher_log_sum"])
-        mean, by, share = saved["mean_slope"], up.get("divergence"), saved.get("share")
-        by = torch.zeros_like(mean) if by is None else by.contiguous()
+        mean, share = saved["mean_slope"], saved.get("share")
+        by = or_zeros(up.get("divergence"), mean)
         if share is None:
             return TeacherTerms(norm, kind, mean, by)
         accepted = up.get("acceptance")
@@ -99,8 +104,7 @@ class Terms:
     ) -> Terms:
         """From what forward saved, by name, and the upstream gradients of results, by name."""
         norm, logprob = row.norm, saved["logprob"]
-        g_logprob = up.get("logprob")
-        g_logprob = torch.zeros_like(logprob) if g_logprob is None else g_logprob.contiguous()
+        g_logprob = or_zeros(up.get("logprob"), logprob)
         g_entropy = up.get("entropy") if "mean" in saved else None
         g_log_z, dense, kept = up.get("log_z"), g_logprob, None
         if support is not None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from logitless.backends.contract import Problem
-from logitless.call import PLAIN, Call
+from logitless.call import PLAIN, Call, members_of
 from logitless.call.resolve import apart_everywhere
 from logitless.collectives import gather_over
 from logitless.machine import WORK, Machine
@@ -24,7 +24,7 @@ from logitless.readings.table import Table
 from logitless.route.tiles import Shape, forward_tiles
 from logitless.softmax import ELSEWHERE, WIDTH, merge
 from logitless.sources.linear import Projection
-from logitless.sources.teachers import Part, TeacherRows, members_of, own_vocabulary
+from logitless.sources.teachers import Part, TeacherRows, own_vocabulary
 
 
 def teacher_rows(given: Teacher | Teachers, call: Call) -> TeacherRows:

@@ -16,7 +16,7 @@ from torch import Tensor
 from logitless.backends.divergences import Divergence, over_outcomes
 from logitless.operands import Kept
 from logitless.readings.found import Asked, Lines, find
-from logitless.readings.support import Entries, Support, support_gradient, support_statistic
+from logitless.readings.support import Entries, Support, rows_of, support_gradient, support_statistic
 from logitless.softmax import Normaliser, coefficients
 from logitless.spec import IGNORE, TokenStats
 
@@ -82,17 +82,15 @@ class Outcomes(NamedTuple):
         if other is None:
             support = Support.of(kept, target, start, vocab_size)
             return Outcomes(support, support.entries.once, support.entries.once)
-        each, size = torch.arange(len(target), device=target.device), vocab_size + 2
+        each = torch.arange(len(target), device=target.device)
         row = torch.cat([rows_of(kept, each), each, rows_of(other, each)])
         ids = torch.cat([kept.ids, target, other.ids]).clamp(-1, vocab_size)
         # Keys are sorted once, as for one support; their last bit tells whose the id is.
         taught = torch.arange(len(ids), device=ids.device) >= len(kept.ids) + len(target)
-        key = (2 * (size * row + ids + 1) + taught).sort(stable=True).values
-        key, taught = key // 2, key % 2 == 1
-        row = key // size
-        ids = key - size * row - 1
-        once = torch.cat([key.new_ones(min(1, len(key)), dtype=torch.bool), key[1:] != key[:-1]])
-        entries = Entries(row, ids, once, ids == target.clamp(-1, vocab_size)[row])
+        key = (2 * ((vocab_size + 2) * row + ids + 1) + taught).sort(stable=True).values
+        taught = key % 2 == 1
+        entries = Entries.of_keys(key // 2, target, vocab_size)
+        once = entries.once
         support = Support(target, entries, kept.lengths + other.lengths + 1, start, vocab_size)
         return Outcomes(support, once & _any_copy(~taught, once), once & _any_copy(taught, once))
 
@@ -167,11 +165,6 @@ def _times(x: Tensor, y: Tensor) -> Tensor:
 
 def _sum(x: Tensor, support: Support) -> Tensor:
     return torch.segment_reduce(x, "sum", lengths=support.lengths, unsafe=True)
-
-
-def rows_of(kept: Kept, each: Tensor) -> Tensor:
-    """``[K]`` row of each kept id, where ``each`` is the number of every row."""
-    return torch.repeat_interleave(each, kept.lengths, output_size=kept.ids.numel())
 
 
 def _any_copy(flag: Tensor, once: Tensor) -> Tensor:

@@ -36,6 +36,14 @@ class Entries(NamedTuple):
     once: Tensor
     is_target: Tensor
 
+    @staticmethod
+    def of_keys(key: Tensor, target: Tensor, vocab_size: int) -> Entries:
+        """From sorted keys, each of which is one number for row and id: ``(vocab_size + 2) row + id + 1``."""
+        row = key // (vocab_size + 2)
+        ids = key - (vocab_size + 2) * row - 1
+        once = torch.cat([key.new_ones(min(1, len(key)), dtype=torch.bool), key[1:] != key[:-1]])
+        return Entries(row, ids, once, ids == target.clamp(-1, vocab_size)[row])
+
 
 class KeptLogits(NamedTuple):
     """Transformed logits of each row's support, sorted by row and id, on flat ``[K + R]`` vectors.
@@ -80,17 +88,13 @@ class Support:
     @staticmethod
     def of(kept: Kept, target: Tensor, start: int, vocab_size: int) -> Support:
         """The ids that the sampler kept, and the targets."""
-        arange = torch.arange(target.numel(), device=target.device)
-        row = torch.cat([torch.repeat_interleave(arange, kept.lengths, output_size=kept.ids.numel()), arange])
-        # A key is one number for row and id, so that one sort makes the rows contiguous and puts copies of an id side
-        # by side, without a device sync. Ids outside the vocabulary are -1 or its size.
+        each = torch.arange(target.numel(), device=target.device)
+        row = torch.cat([rows_of(kept, each), each])
+        # One sort makes the rows contiguous and puts copies of an id side by side, without a device sync. Ids outside
+        # the vocabulary are -1 or its size.
         ids = torch.cat([kept.ids, target]).clamp(-1, vocab_size)
         key = ((vocab_size + 2) * row + (ids + 1)).sort(stable=True).values
-        row = key // (vocab_size + 2)
-        ids = key - (vocab_size + 2) * row - 1
-        once = torch.cat([key.new_ones(min(1, len(key)), dtype=torch.bool), key[1:] != key[:-1]])
-        entries = Entries(row, ids, once, ids == target.clamp(-1, vocab_size)[row])
-        return Support(target, entries, kept.lengths + 1, start, vocab_size)
+        return Support(target, Entries.of_keys(key, target, vocab_size), kept.lengths + 1, start, vocab_size)
 
     def logits(self, problem: Problem) -> KeptLogits:
         """Gather the support's logits out of a problem that has all rows."""
@@ -120,6 +124,11 @@ class Support:
         ids, ends = self.entries.ids, self.lengths.cumsum(0)
         # Entries are sorted by row, and every row has one.
         return (ids[ends - 1] == ids[ends - self.lengths])[self.entries.row]
+
+
+def rows_of(kept: Kept, each: Tensor) -> Tensor:
+    """``[K]`` row of each kept id, where ``each`` is the number of every row."""
+    return torch.repeat_interleave(each, kept.lengths, output_size=kept.ids.numel())
 
 
 def kept_statistics(k: KeptLogits) -> Tensor:

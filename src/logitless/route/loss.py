@@ -43,8 +43,7 @@ def loss_plan(call: Call, objective: Objective | Preference) -> Plan:
     """The decision for a checked call. What a budget cannot hold is refused here, before anything is sent."""
     if call.over_support:
         return Plan("support", ONLY_SUPPORT, first=score_plan(call))
-    teacher, linear = call.asked.teacher, call.linear
-    multiplied = teacher if call.kept is None and not _sent(teacher) else None
+    linear, taught = call.linear, call.taught
     if linear is None:
         return Plan("two passes", "logits exist, and nothing is multiplied again", first=score_plan(call))
     counts = objective.kept_together(call.rows.counts)
@@ -63,9 +62,8 @@ def loss_plan(call: Call, objective: Objective | Preference) -> Plan:
         # Strides differ from rank to rank, so the choice does not look at them.
         fused=call.apart_everywhere is None,
     )
-    if isinstance(multiplied, Teacher | Teachers):
-        members = (multiplied,) if isinstance(multiplied, Teacher) else multiplied.members
-        sizes = [x.hidden.shape[-1] for x in members if x.hidden is not None]
+    if taught:
+        sizes = [x.hidden.shape[-1] for x in call.teachers if x.hidden is not None]
         width = sum(sizes) // max(1, len(sizes))
         paired = pair_row(call, width, stored=True) if stored_apart(call) is None else 0
         coupled = (sums_apart(call) is None, pair_apart(call) is None)
@@ -78,7 +76,6 @@ def loss_plan(call: Call, objective: Objective | Preference) -> Plan:
     memory -= memory // COPIED if rest else 0
     unit = "sample" if len(counts) == len(call.rows.counts) else "pair"
     plan = choose_loss_plan(shape, objective.sequence_level, _obstacle(call, objective), memory, unit)
-    taught = multiplied is not None
     products = 3 + taught if plan.kind == "one pass" else 4 + 2 * taught
     plan = replace(plan, taught=taught, products=products)
     if rest and plan.kind == "one pass":
@@ -92,16 +89,9 @@ def loss_plan(call: Call, objective: Objective | Preference) -> Plan:
     return plan if done else replace(plan, first=score_plan(first_pass(call), whole=True))
 
 
-def _sent(teacher: object) -> bool:
-    """Whether the teacher sent K log-probs of each row instead of its logits."""
-    return isinstance(teacher, Teacher) and teacher.top_k is not None
-
-
 def first_pass(call: Call) -> Call:
     """The call for log-probs alone, with the budget that is theirs."""
-    if call.linear is None or (call.asked.teacher is not None and not _sent(call.asked.teacher) and call.kept is None):
-        return call
-    return replace(call, memory=min(call.memory, HIDDEN))
+    return call if call.linear is None or call.taught else replace(call, memory=min(call.memory, HIDDEN))
 
 
 def _obstacle(call: Call, objective: Objective | Preference) -> str | None:

@@ -32,6 +32,7 @@ from logitless.route.tiles import (
     Shape,
     all_rows,
     backward_tiles,
+    divide,
     even_chunks,
     exponentials_alone,
     exponentials_row,
@@ -216,29 +217,27 @@ def score_plan(call: Call, whole: bool = False) -> Plan:
     Args:
         whole: whether log-probs are over the vocabulary even where a teacher sent K ids to compare over: a loss's are.
     """
-    teacher, kept = call.asked.teacher, call.kept
-    sent = teacher.top_k if isinstance(teacher, Teacher) else None
     if call.over_support:
-        assert kept is not None
-        return Plan("support", ONLY_SUPPORT, ids=kept.ids.numel() + call.num_rows)
-    listed = sent is not None and sent.tail == "renormalise" and not (whole or call.asked.stats or call.asked.top_k)
-    if listed and sent is not None and call.linear is not None:
-        return Plan("support", LISTED, ids=sent.ids.numel())
-    paired = teacher is not None and sent is None and kept is None
+        assert call.kept is not None
+        return Plan("support", ONLY_SUPPORT, ids=call.kept.ids.numel() + call.num_rows)
     if call.linear is None:
-        return _given_plan(call, paired)
-    plan = _pair_plan(call) if paired else _tile_plan(call)
+        return _given_plan(call)
+    teacher, vocabulary = call.asked.teacher, whole or call.asked.stats or call.asked.top_k
+    sent = teacher.top_k if isinstance(teacher, Teacher) else None
+    if sent is not None and sent.tail == "renormalise" and not vocabulary:
+        return Plan("support", LISTED, ids=sent.ids.numel())
+    plan = _pair_plan(call) if call.taught else _tile_plan(call)
     if call.table is None or call.table.rank is None or plan.kind == "pair":
         return plan
     return replace(plan, products=plan.products + 1, ranked=True)
 
 
-def _given_plan(call: Call, paired: bool) -> Plan:
+def _given_plan(call: Call) -> Plan:
     """Logits that exist are one chunk, unless a teacher's are made beside them."""
     whole = ((0, call.num_rows),)
     teacher = call.asked.teacher
-    if not paired or (isinstance(teacher, Teacher) and teacher.hidden is None and teacher.ids is None):
-        return Plan("given", "logits exist", chunks=whole, taught=paired)
+    if not call.taught or (isinstance(teacher, Teacher) and teacher.hidden is None and teacher.ids is None):
+        return Plan("given", "logits exist", chunks=whole, taught=call.taught)
     row = max(1, call.mean_columns) * call.gain.dtype.itemsize
     chunks = even_chunks(call.num_rows, max(1, call.memory // 2 // row)) or whole
     return Plan("given", "logits exist", chunks=chunks, taught=True, columns=SLAB, elementwise=max(1, call.memory // 2))
@@ -249,7 +248,7 @@ def _pair_plan(call: Call) -> Plan:
     machine, wide, linear = call.machine, call.gain.dtype.itemsize, call.linear
     assert linear is not None
     row = max(1, call.mean_columns) * (call.logits_dtype.itemsize + wide)
-    share = max(1, int(call.memory * machine.elementwise)) if machine.elementwise else call.memory
+    _, share = divide(machine, call.memory)
     rows = max(1, int(call.memory * (1 - machine.elementwise)) // row)
     chunks = even_chunks(call.num_rows, rows)
     if linear.bits == "canonical":

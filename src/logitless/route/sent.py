@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from logitless.backends.blocks import LINES
-from logitless.call import Call, Operands
+from logitless.call import Call, Operands, rows_of_each
 from logitless.objectives import Objective, Preference
 from logitless.operands import Logits, Teacher, Teachers
 from logitless.route.plan import Collective, Plan
@@ -182,7 +182,7 @@ class _Sender:
         """Of a divergence over the ids that samplers kept: single logits of both models."""
         call = self.call
         entries = _entries(call)
-        for member in _members(call):
+        for member in call.teachers:
             yield from self.tokens(member.hidden, "the teacher's hidden states")
         yield self.wide("all_reduce", "the teacher's logits of kept ids", 2 * entries)
         yield from self.tokens(self.operands.hidden)
@@ -190,7 +190,7 @@ class _Sender:
 
     def teacher_rows(self, forward: bool) -> Iterator[Collective]:
         """Of teachers that are multiplied, or that have ids of their own."""
-        call, members = self.call, _members(self.call)
+        call, members = self.call, self.call.teachers
         for member in members:
             if not isinstance(member.logits, Logits):
                 continue
@@ -224,18 +224,11 @@ class _Sender:
         return Collective(kind, what, size, "forward", "vocabulary", self.call.group.size())
 
 
-def _members(call: Call) -> tuple[Teacher, ...]:
-    teacher = call.asked.teacher
-    if isinstance(teacher, Teachers):
-        return tuple(teacher.members)
-    return (teacher,) if isinstance(teacher, Teacher) else ()
-
-
 def _entries(call: Call) -> int:
     """Ids of a divergence over kept ids, and targets, all rows together."""
     assert call.kept is not None
     own, teacher = call.kept.ids.numel() + call.num_rows, call.asked.teacher
-    kept = [x.kept for x in _members(call) if x.kept is not None]
+    kept = [x.kept for x in call.teachers if x.kept is not None]
     if not kept:
         return own
     if not isinstance(teacher, Teachers) or not has_values(teacher.which):
@@ -249,9 +242,7 @@ def _rows_of(members: tuple[Teacher, ...], call: Call) -> list[int]:
     """Rows of each teacher that are multiplied: several of the caller's may be beside one token."""
     teacher, at = call.asked.teacher, members[0].at
     if isinstance(teacher, Teachers):
-        if not has_values(teacher.which):
-            return [call.num_rows, *(0,) * (len(members) - 1)]
-        return teacher.which.bincount(minlength=len(members)).tolist()
+        return rows_of_each(teacher, call.num_rows)
     head = members[0].head
     shared = at is not None and members[0].hidden is not None and has_values(at)
     if not shared or (call.linear is not None and call.bits == "canonical"):

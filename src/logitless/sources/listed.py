@@ -19,18 +19,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from logitless.call import PLAIN, Call, Operands
+from logitless.call import PLAIN, Call, Operands, members_of
 from logitless.collectives import sum_over
 from logitless.errors import LogitlessError, no_second_derivative
 from logitless.notes import explained
 from logitless.operands import Kept, Logits, Teacher, Teachers
 from logitless.operands.teacher import columns_of_ids
-from logitless.readings.over_support import rows_of
-from logitless.readings.support import Entries, KeptLogits, Support, write_kept
+from logitless.readings.support import Entries, KeptLogits, Support, rows_of, write_kept
 from logitless.sources.given import as_matrix, given_problem, gradient_buffer
 from logitless.sources.linear import gathered_tokens, is_split, reduced_gradient, require_weight
 from logitless.sources.teachers import (
-    members_of,
     named_twice,
     own_call,
     own_gain,

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from logitless.call import PLAIN, Call
+from logitless.call import PLAIN, Call, members_of
 from logitless.call.checks import check_kept, split_factor
 from logitless.errors import LogitlessError
 from logitless.errors.arguments import refused
@@ -24,7 +24,7 @@ def check_teacher(given: Teacher | Teachers, tokens: Tensor, call: Call) -> None
         raise LogitlessError(
             f"{name}: teacher must be logits, Logits, a Teacher or Teacher.by_row but is {type(given).__name__}."
         )
-    for teacher in (given,) if isinstance(given, Teacher) else given.members:
+    for teacher in members_of(given):
         if teacher.at is not None:
             _check_at(teacher, teacher.at, call)
         elif teacher.tokens.shape[:-1] != tokens.shape[:-1]:
@@ -67,8 +67,7 @@ def check_teacher(given: Teacher | Teachers, tokens: Tensor, call: Call) -> None
 
 def check_teachers(call: Call, tokens: Tensor, given: Any) -> None:
     """Raise for a teacher that does not go with the call, or with its divergence."""
-    members = (given,) if isinstance(given, Teacher) else getattr(given, "members", ())
-    linear, name = call.linear, call.caller
+    members, linear, name = members_of(given), call.linear, call.caller
     if isinstance(given, Teachers) and given.which.is_meta and not call.rows.index.is_meta:
         raise refused(f"{name}: which, the teacher of each row,", "a tensor with numbers", given.which)
     if linear is not None and linear.bits == "canonical" and isinstance(given, Teachers) and call.kept is None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from logitless.backends.contract import Problem
-from logitless.call import PLAIN, Call, Operands
+from logitless.call import PLAIN, Call, Operands, members_of, rows_of_each
 from logitless.call.checks import vocabulary
 from logitless.call.resolve import autocast_dtype, in_three_parts
 from logitless.collectives import sum_over
@@ -160,7 +160,7 @@ class TeacherRows:
     @staticmethod
     def of(given: Teacher | Teachers, call: Call) -> TeacherRows:
         """For a call whose rows are grouped by teacher, if there are several (:func:`grouped`)."""
-        members, counts = ((given,), (call.num_rows,)) if isinstance(given, Teacher) else _counted(given, call)
+        members, counts = members_of(given), rows_of_each(given, call.num_rows)
         parts, gains, start = [], [], 0
         for teacher, count in zip(members, counts, strict=True):
             rows = slice(start, start + count)
@@ -316,14 +316,6 @@ def tokens_beside(teacher: Teacher, call: Call, order: Tensor | None = None) -> 
         return call.rows.index
     at = teacher.at.reshape(-1)
     return at if order is None else at[order]
-
-
-def _counted(given: Teachers, call: Call) -> tuple[tuple[Teacher, ...], tuple[int, ...]]:
-    """The teachers, and how many rows each has."""
-    if not has_values(given.which):
-        # In a dry run all rows count as the first teacher's.
-        return tuple(given.members), (call.num_rows, *(0,) * (len(given.members) - 1))
-    return tuple(given.members), tuple(given.which.bincount(minlength=len(given.members)).tolist())
 
 
 def _part(teacher: Teacher, call: Call, rows: slice, gain: Tensor) -> Part:
@@ -489,7 +481,3 @@ def own_call(teacher: Teacher, call: Call, columns: int, gain: Tensor) -> Call:
         logits_dtype=accumulation_dtype(call.dtype) if linear.match is None else getattr(torch, linear.match),
     )
     return in_three_parts(own) if linear.precision == "bfloat16x3" else own
-
-
-def members_of(given: Teacher | Teachers) -> tuple[Teacher, ...]:
-    return (given,) if isinstance(given, Teacher) else tuple(given.members)
