@@ -216,6 +216,16 @@ def test_rows_are_those_that_were_picked(pick: Callable[[Any, Tensor], Any]):
     same(program, computes=True)
 
 
+def test_what_has_its_dtype_already_keeps_its_graph():
+    def program(x: Any, y: Any) -> Any:
+        gap = log_p(x) - log_p(y)
+        with torch.no_grad():
+            gap = gap.double().contiguous()
+        return gap.sum(-1)
+
+    same(program)
+
+
 def test_the_dtype_is_the_widest():
     def program(x: Any, y: Any) -> Any:
         return (F.softmax(x, -1, dtype=torch.float32) * (log_p(x) - log_p(y))).sum(-1)
@@ -247,6 +257,14 @@ def test_logits_of_either_model_are_counted():
     gap = log_p(x) - log_p(y)
     with pytest.warns(ll.operands.logits.LogitsMade), pytest.raises(ll.LogitlessError, match="strict=True"):
         gap.exp()
+
+
+@pytest.mark.filterwarnings("ignore::logitless.operands.logits.LogitsMade")
+@pytest.mark.parametrize("look", [lambda gap: gap.view(-1), lambda gap: gap[..., :3], lambda gap: gap.unsqueeze(-1)])
+def test_logits_of_each_model_are_computed_once(look: Callable[[Any], Any]):
+    MADE.clear()
+    same(lambda x, y: look(log_p(x) - log_p(y)), computes=True)
+    assert sum(MADE.values()) == 2
 
 
 def test_probabilities_know_no_ignored_index():

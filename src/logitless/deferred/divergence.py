@@ -72,9 +72,12 @@ class Comparison(Waiting):
 
         if self.factor is not None and name not in OF_FACTORS:
             return NotImplemented
-        changed = [of(distribution(x, "log p")) for x, _ in self.terms]
+        logs = [distribution(x, "log p") for x, _ in self.terms]
+        changed = [x.answer(name, (x, *args), kwargs) for x in logs]
         if not all(isinstance(x, Distribution) for x in changed):
             return NotImplemented
+        if self.factor is None and all(x is y for x, y in zip(changed, logs, strict=True)):
+            return self
         terms = [(x.source, times) for x, (_, times) in zip(changed, self.terms, strict=True)]
         weigher = next((new for (new, _), (x, _) in zip(terms, self.terms, strict=True) if x is self.weigher), None)
         factor = None if self.factor is None else of(self.factor.expand(*self.shape[:-1], 1))
@@ -183,9 +186,9 @@ def _sum_of(weigher: Logits | None, terms: list[Term], factor: Tensor | None = N
 
 def _may_teach(x: Logits) -> bool:
     """Whether a :class:`Teacher` takes these logits."""
-    weight, plain = x.weight, x.linear.shard is None and not isinstance(x.weight, LoRA)
-    capped = isinstance(x.gain, Tensor) or x.gain <= 0
-    return plain and weight.dtype == x.hidden.dtype and not (x.squash and capped)
+    if x.squash and (isinstance(x.gain, Tensor) or x.gain <= 0):
+        return False
+    return x.linear.shard is None and not isinstance(x.weight, LoRA) and x.weight.dtype == x.hidden.dtype
 
 
 def product(one: Any, other: Any) -> Any:
@@ -237,7 +240,7 @@ def _divided(x: Comparison, by: Any) -> Any:
 
 
 def _reduced(x: Comparison, dim: Any, keepdim: bool, dtype: Any, count: int) -> Any:
-    """The sum over the vocabulary, or over everything, through ``count``."""
+    """The sum over the vocabulary, or over everything, divided by ``count``."""
     fits = not keepdim if dim is None else over_last(x, dim)
     if not fits or dtype not in (None, *FLOATS):
         return NotImplemented
