@@ -174,10 +174,15 @@ def test_without_a_gradient():
         lambda x, y: kl_divergence(Categorical(logits=x), Categorical(logits=y)),
         lambda x, y: kl_divergence(Categorical(logits=y), Categorical(logits=x)),
         lambda x, y: (p(x) * (log_p(x) - log_p(x / 2)) + p(x) * log_p(y)).sum(-1),
+        lambda x, y: ((log_p(x) - log_p(y)) * MASK[..., None]).gather(0, IDS[1:] % B),
+        lambda x, y: ((log_p(x) - log_p(y)) * MASK[..., None]).gather(-1, IDS[1:, 1:]),
+        lambda x, y: (log_p(x) - log_p(y)).sum(None, keepdim=True),
+        lambda x, y: ((log_p(x) - log_p(y)) * 0).exp(),
     ],
     ids=[
         *("both have a gradient", "log-ratios, both have a gradient", "clamped", "another function", "data"),
         *("a mixture", "a multiple", "kl_divergence", "kl_divergence to the student", "three models"),
+        *("other rows of ids", "some rows of ids", "the sum of all, with dimensions", "times 0"),
     ],
 )
 def test_what_nothing_answers_is_computed(program: Program):
@@ -197,6 +202,78 @@ def test_a_mask_is_taken_as_it_was():
 
 
 @pytest.mark.filterwarnings("ignore::logitless.operands.logits.LogitsMade")
+@pytest.mark.parametrize("pick", [lambda gap, rows: gap[rows], lambda gap, rows: gap.index_select(0, rows)])
+def test_rows_are_those_that_were_picked(pick: Callable[[Any, Tensor], Any]):
+    """A list of rows makes a copy: neither the list nor what it was taken of changes it."""
+
+    def program(x: Any, y: Any) -> Any:
+        rows, gap = torch.tensor([2, 0]), log_p(x.detach()) - log_p(y)
+        part = pick(gap, rows)
+        rows.zero_()
+        gap[..., 3] = 0
+        return part.exp(), part.sum(-1)
+
+    same(program, computes=True)
+
+
+def test_what_has_its_dtype_already_keeps_its_graph():
+    def program(x: Any, y: Any) -> Any:
+        gap = log_p(x) - log_p(y)
+        with torch.no_grad():
+            gap = gap.double().contiguous()
+        return gap.sum(-1)
+
+    same(program)
+
+
+def test_the_dtype_is_the_widest():
+    def program(x: Any, y: Any) -> Any:
+        return (F.softmax(x, -1, dtype=torch.float32) * (log_p(x) - log_p(y))).sum(-1)
+
+    found, plain = (results(program, deferred, torch.bfloat16)[0] for deferred in (True, False))
+    assert found.dtype == plain.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        lambda x, y: F.kl_div(log_p(x), p(y), reduction="batchmean"),
+        lambda x, y: F.kl_div(log_p(x), log_p(y), reduction="none", log_target=True).sum(-1),
+        lambda x, y: F.cross_entropy(x.view(-1, V), p(y).view(-1, V)),
+        lambda x, y: (p(x) * (log_p(x) - log_p(y))).sum(-1),
+    ],
+)
+def test_the_dtype_under_autocast_is_torchs(program: Program):
+    with torch.autocast("cpu", torch.bfloat16):
+        found, plain = (results(program, deferred, torch.bfloat16)[0] for deferred in (True, False))
+    assert found.dtype == plain.dtype
+    torch.testing.assert_close(found, plain, atol=0.05, rtol=0.05)
+
+
+def test_logits_of_either_model_are_counted():
+    """The teacher forbids to compute its own, also where the student does not."""
+    x = ll.Logits(torch.randn(B, D), torch.randn(V, D))
+    y = ll.Logits(torch.randn(B, W), torch.randn(V, W), strict=True)
+    gap = log_p(x) - log_p(y)
+    with pytest.warns(ll.operands.logits.LogitsMade), pytest.raises(ll.LogitlessError, match="strict=True"):
+        gap.exp()
+
+
+@pytest.mark.filterwarnings("ignore::logitless.operands.logits.LogitsMade")
+@pytest.mark.parametrize("look", [lambda gap: gap.view(-1), lambda gap: gap[..., :3], lambda gap: gap.unsqueeze(-1)])
+def test_logits_of_each_model_are_computed_once(look: Callable[[Any], Any]):
+    MADE.clear()
+    same(lambda x, y: look(log_p(x) - log_p(y)), computes=True)
+    assert sum(MADE.values()) == 2
+
+
+def test_probabilities_know_no_ignored_index():
+    x, y = (ll.Logits(torch.randn(B, D), torch.randn(V, D)) for _ in range(2))
+    with pytest.raises(RuntimeError, match="ignore_index"), pytest.warns(ll.operands.logits.LogitsMade):
+        F.cross_entropy(x, p(y), ignore_index=0)
+
+
+@pytest.mark.filterwarnings("ignore::logitless.operands.logits.LogitsMade")
 def test_what_is_written_to_is_a_tensor_like_any_other():
     """As in torch, it and its views share memory."""
 
@@ -209,7 +286,7 @@ def test_what_is_written_to_is_a_tensor_like_any_other():
 
     MADE.clear()
     same(written, computes=True)
-    assert sum(MADE.values()) == 2  # of each model once, and of p(x)
+    assert sum(MADE.values()) == 3  # of each model once, and of p(x)
 
 
 @pytest.mark.filterwarnings("ignore::logitless.operands.logits.LogitsMade")
@@ -249,6 +326,19 @@ def test_tokens_that_both_exclude():
     torch.testing.assert_close(F.kl_div(log_p(x), p(y), reduction="none").sum(-1), wanted)
 
 
+def test_a_token_that_only_one_excludes():
+    """Also where the logits are computed; torch's gradient is NaN."""
+    bias = torch.zeros(V, dtype=torch.float64).masked_fill(torch.arange(V) == 3, -torch.inf)
+    hidden, weight = torch.randn(B, D, dtype=torch.float64).requires_grad_(), torch.randn(V, D, dtype=torch.float64)
+    x, y = ll.Logits(hidden, weight, bias=bias), ll.Logits(hidden.detach(), weight)
+    with pytest.warns(ll.operands.logits.LogitsMade):
+        found = F.kl_div(log_p(y / 2), p(x), reduction="none").exp()
+    z = hidden @ weight.T
+    wanted = F.kl_div(log_p(z / 2), p(z + bias), reduction="none").exp()
+    assert_close_to_truth(found, wanted, wanted)
+    assert torch.autograd.grad(found.sum(), hidden)[0].isfinite().all()
+
+
 @pytest.mark.usefixtures("one_thread")
 def test_the_memory_of_two_models_is_that_of_tiles():
     rows, columns = 2048, 8192
@@ -277,7 +367,7 @@ OF_ONE: dict[str, Callable[[Any], Any]] = {
     "both": lambda x: [f(Categorical(logits=x)) for f in (lambda d: d.entropy(), lambda d: d.log_prob(IDS[..., 0]))],
     "unchecked": lambda x: Categorical(logits=x, validate_args=False).log_prob(IDS[..., 0]),
     "probabilities of log-probs": lambda x: F.softmax(F.log_softmax(x, -1), -1).gather(-1, IDS),
-    "take_along_dim": lambda x: (log_p(x).take_along_dim(IDS, -1), torch.take_along_dim(x, IDS, dim=2)),
+    "take_along_dim": lambda x: (log_p(x).take_along_dim(IDS, -1), torch.take_along_dim(x, indices=IDS, dim=2)),
 }
 
 
@@ -290,6 +380,30 @@ def test_log_probs_as_distributions_write_them(name: str):
 @pytest.mark.parametrize("bounds", [(-3.0, None), (None, -2.0), (torch.finfo(torch.float64).min, -2.0)])
 def test_a_log_prob_that_is_clamped_is_clamped(bounds: Any):
     same(lambda x, _: log_p(x).clamp(*bounds).gather(-1, IDS), computes=True)
+
+
+def test_a_finite_log_prob_of_a_token_that_is_excluded():
+    bias = torch.zeros(V).masked_fill(torch.arange(V) == 3, -torch.inf)
+    hidden, weight, least = torch.randn(B, D), torch.randn(V, D), torch.finfo(torch.float32).min
+    finite = log_p(ll.Logits(hidden, weight, bias=bias)).clamp(min=least)
+    with pytest.warns(ll.operands.logits.LogitsMade):
+        assert finite.gather(-1, torch.full((B, 1), 3)).eq(least).all()
+    with pytest.warns(ll.operands.logits.LogitsMade):
+        assert finite.sum(-1).isfinite().all()
+
+
+def test_a_clamped_log_prob_has_a_graph_of_its_own():
+    x = ll.Logits(torch.randn(B, D, requires_grad=True), torch.randn(V, D))
+    logs = log_p(x)
+    with torch.no_grad():
+        assert not logs.clamp(min=torch.finfo(torch.float32).min).requires_grad
+
+
+def test_distributions_in_inference_mode():
+    x = ll.Logits(torch.randn(B, D), torch.randn(V, D))
+    with torch.inference_mode(), pytest.warns(ll.operands.logits.LogitsMade):
+        found = Categorical(logits=x, validate_args=False).log_prob(IDS[:, 0, 0])
+    torch.testing.assert_close(found, Categorical(logits=x.computed()).log_prob(IDS[:, 0, 0]))
 
 
 def test_a_bad_sample_is_refused_as_by_torch():

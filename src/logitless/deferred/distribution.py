@@ -28,6 +28,7 @@ from logitless.operands.stands import Stands, is_same
 FORMS: dict[str, Callable[[Tensor], Tensor]] = {
     "log p": lambda x: x.log_softmax(-1),
     "p": lambda x: x.softmax(-1),
+    "finite log p": lambda x: x.log_softmax(-1).clamp(min=torch.finfo(x.dtype).min),
     "p log p": lambda x: x.softmax(-1) * x.log_softmax(-1),
     "p x": lambda x: x.softmax(-1) * x,
 }
@@ -131,7 +132,7 @@ def product(one: Any, other: Any) -> Any:
     wide: Any = one.source if dtype == one.dtype else one.source.to(dtype)
     if isinstance(other, Logits) and one.form == "p" and same_logits(one.source, other):
         return distribution(wide, "p x", one.factor)
-    if isinstance(other, Distribution) and {one.form, other.form} == {"p", "log p"}:
+    if isinstance(other, Distribution) and {one.form, other.form} in ({"p", "log p"}, {"p", "finite log p"}):
         if same_logits(one.source, other.source):
             return distribution(wide, "p log p", one.factor * other.factor)
     return NotImplemented
@@ -180,7 +181,7 @@ def _again(form: str) -> Callable[..., Any]:
 def _clamp(x: Distribution, min: Any = None, max: Any = None, **kwargs: Any) -> Any:
     """From the smallest number of the dtype on, by which code keeps ``0 * log(0)`` from being NaN: entropies do."""
     fits = x.form == "log p" and x.factor == 1.0 and max is None and not kwargs
-    return x if fits and min == torch.finfo(x.dtype).min else NotImplemented
+    return distribution(x.source, "finite log p") if fits and min == torch.finfo(x.dtype).min else NotImplemented
 
 
 def _equal(x: Distribution, other: Any) -> Any:
@@ -203,7 +204,7 @@ def _neg(x: Distribution) -> Any:
 
 
 def _sum(x: Distribution, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
-    if not over_last(x, dim) or x.form == "p":
+    if not over_last(x, dim) or x.form in ("p", "finite log p"):
         return NotImplemented
     if x.form == "p log p":
         found = -numbers(x.source, "entropy")
@@ -360,7 +361,7 @@ PAIRS: dict[str, Callable[..., Any]] = {}
 
 ANSWERS: dict[str, Callable[..., Any]] = {
     "gather": _gather,
-    "take_along_dim": lambda x, index, dim=None: _gather(x, dim, index),
+    "take_along_dim": lambda x, indices, dim=None: _gather(x, dim, indices),
     "softmax": _again("p"),
     "log_softmax": _again("log p"),
     "clamp": _clamp,

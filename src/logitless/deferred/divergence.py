@@ -9,16 +9,19 @@ are made of a KL divergence and an entropy. One of the two models may have a gra
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
 
-from logitless.deferred.distribution import OF_ROWS, Distribution, distribution, same_logits
+from logitless.deferred.distribution import OF_ROWS, Distribution, distribution, gatherable, same_logits
 from logitless.deferred.distribution import product as product_of_one
+from logitless.deferred.later import slices
 from logitless.deferred.lazy import Waiting
-from logitless.deferred.read import over_last, result_dtype
+from logitless.deferred.read import WIDENED, over_last, result_dtype
+from logitless.errors.arguments import FLOATS
 from logitless.operands import Logits, LoRA
 from logitless.operands.applied import applied
 from logitless.operands.logits import count_made
@@ -45,7 +48,8 @@ class Comparison(Waiting):
 
     def counted(self, name: str) -> Tensor:
         if self.value is None:
-            count_made(self.source, name)
+            for x, _ in self.terms:
+                count_made(x, name)
         return self.computed()
 
     def answer(self, name: str, args: Any, kwargs: Any) -> Any:
@@ -68,12 +72,18 @@ class Comparison(Waiting):
 
         if self.factor is not None and name not in OF_FACTORS:
             return NotImplemented
-        changed = [of(distribution(x, "log p")) for x, _ in self.terms]
+        logs = [distribution(x, "log p") for x, _ in self.terms]
+        changed = [x.answer(name, (x, *args), kwargs) for x in logs]
         if not all(isinstance(x, Distribution) for x in changed):
             return NotImplemented
+        if self.factor is None and all(x is y for x, y in zip(changed, logs, strict=True)):
+            return self
         terms = [(x.source, times) for x, (_, times) in zip(changed, self.terms, strict=True)]
         weigher = next((new for (new, _), (x, _) in zip(terms, self.terms, strict=True) if x is self.weigher), None)
         factor = None if self.factor is None else of(self.factor.expand(*self.shape[:-1], 1))
+        if name == "index_select" or (name == "__getitem__" and not slices(*args)):
+            # A copy in torch, and whoever has the index may write to it before the copy is read.
+            return _comparison(terms, weigher, factor)
         return self.waits_with(_comparison(terms, weigher, factor, lambda: of(self.computed())))
 
     def row_sums(self) -> Tensor:
@@ -123,21 +133,20 @@ def _comparison(
         read: computes it of another one that it is a part of; None to compute the logits.
     """
     first = terms[0][0]
-    dtype = torch.promote_types(*(x.dtype for x, _ in terms))
-    result = dtype if factor is None else torch.promote_types(dtype, factor.dtype)
+    dtype = first.dtype if factor is None else torch.promote_types(first.dtype, factor.dtype)
 
     def compute(computed: Tensor) -> Tensor:
-        values = [computed if x is first else x.computed() for x, _ in terms]
-        logs = [x.to(dtype).log_softmax(-1) for x in values]
+        logs = [(computed if x is first else x.computed()).log_softmax(-1) for x, _ in terms]
         # A multiple of 0 is none: of -inf it would be NaN.
         found: Any = sum(times * x for x, (_, times) in zip(logs, terms, strict=True) if times)
         weights = [x.exp() for x, (of, _) in zip(logs, terms, strict=True) if of is weigher]
-        found = found * weights[0] if weights else found
+        # A token that is never said adds nothing.
+        found = found.masked_fill(weights[0] == 0, 0.0) * weights[0] if weights else found
         return found if factor is None else found * factor
 
     more = {"terms": tuple(terms), "weigher": weigher, "factor": factor, "value": None, "steps": []}
     more["read"] = read or (lambda: compute(first.computed()))
-    return Comparison.made(first, compute, first.shape, result, **more)
+    return Comparison.made(first, compute, first.shape, dtype, **more)
 
 
 def _parts(x: Any) -> tuple[Logits | None, list[Term], Tensor | None] | None:
@@ -155,14 +164,16 @@ def _is(x: Any, form: str) -> TypeGuard[Distribution]:
 
 def _sum_of(weigher: Logits | None, terms: list[Term], factor: Tensor | None = None) -> Any:
     """A sum with each model's logits once; NotImplemented unless these are two, of which one is a teacher's."""
+    terms = terms if weigher is None else [*terms, (weigher, 0.0)]
+    dtype = functools.reduce(torch.promote_types, (x.dtype for x, _ in terms))
     merged: list[Term] = []
-    for x, times in [*terms, *([] if weigher is None else [(weigher, 0.0)])]:
+    for x, times in terms:
         at = next((i for i, (y, _) in enumerate(merged) if same_logits(x, y)), None)
         if at is None:
-            merged.append((same(x), times))
+            merged.append((same(x.to(dtype)), times))
         else:
             merged[at] = merged[at][0], merged[at][1] + times
-    if len(merged) != 2 or merged[0][0].shape != merged[1][0].shape:
+    if len(merged) != 2 or not any(times for _, times in merged) or merged[0][0].shape != merged[1][0].shape:
         return NotImplemented
     merged.sort(key=lambda term: not term[0].requires_grad)
     student, teacher = (x for x, _ in merged)
@@ -175,9 +186,9 @@ def _sum_of(weigher: Logits | None, terms: list[Term], factor: Tensor | None = N
 
 def _may_teach(x: Logits) -> bool:
     """Whether a :class:`Teacher` takes these logits."""
-    weight, plain = x.weight, x.linear.shard is None and not isinstance(x.weight, LoRA)
-    capped = isinstance(x.gain, Tensor) or x.gain <= 0
-    return plain and weight.dtype == x.hidden.dtype and not (x.squash and capped)
+    if x.squash and (isinstance(x.gain, Tensor) or x.gain <= 0):
+        return False
+    return x.linear.shard is None and not isinstance(x.weight, LoRA) and x.weight.dtype == x.hidden.dtype
 
 
 def product(one: Any, other: Any) -> Any:
@@ -229,8 +240,9 @@ def _divided(x: Comparison, by: Any) -> Any:
 
 
 def _reduced(x: Comparison, dim: Any, keepdim: bool, dtype: Any, count: int) -> Any:
-    """The sum over the vocabulary, or over everything, through ``count``."""
-    if dim is not None and not over_last(x, dim):
+    """The sum over the vocabulary, or over everything, divided by ``count``."""
+    fits = not keepdim if dim is None else over_last(x, dim)
+    if not fits or dtype not in (None, *FLOATS):
         return NotImplemented
     found = x.row_sums()
     found = found.sum() if dim is None else found.unsqueeze(-1) if keepdim else found
@@ -246,7 +258,7 @@ def _mean(x: Comparison, dim: Any = None, keepdim: bool = False, *, dtype: Any =
 
 
 def _gather(x: Comparison, dim: Any, index: Any, **kwargs: Any) -> Any:
-    if kwargs or x.weigher is not None:
+    if kwargs or x.weigher is not None or not gatherable(x, dim, index):
         return NotImplemented
     found = x._of_each(lambda log_p: log_p.gather(dim, index))
     return found if x.factor is None else found * x.factor
@@ -266,18 +278,24 @@ def kl_div(
         return NotImplemented
     if size_average is not None or reduce is not None or reduction not in ("none", "sum", "mean", "batchmean"):
         return NotImplemented
-    found = _sum_of(target.source, [(target.source, 1.0), (input.source, -1.0)])
+    p, q = (_widened(x.source) for x in (target, input))
+    found = _sum_of(p, [(p, 1.0), (q, -1.0)])
     if found is NotImplemented or reduction == "none":
         return found
     count = {"sum": 1, "mean": found.numel(), "batchmean": found.shape[0]}[reduction]
     return found.row_sums().sum() / count
 
 
+def _widened(x: Logits) -> Any:
+    """Logits in the dtype in which autocast takes a loss."""
+    return x.to(result_dtype(x, WIDENED))
+
+
 def soft_cross_entropy(x: Logits, target: Distribution, reduction: str) -> Any:
     """``F.cross_entropy`` of ``[N, V]`` or ``[V]`` against the probabilities of another model."""
     if not _is(target, "p") or target.factor != 1.0 or reduction not in ("none", "sum", "mean"):
         return NotImplemented
-    found = _sum_of(target.source, [(x, -1.0)])
+    found = _sum_of(target.source, [(_widened(x), -1.0)])
     if found is NotImplemented:
         return found
     rows = found.row_sums()

@@ -54,7 +54,8 @@ class Later(Waiting):
         return self.waits_with(new)
 
 
-def _slices(index: Any) -> bool:
+def slices(index: Any) -> bool:
+    """Whether an index makes a view."""
     whole = index if isinstance(index, tuple) else (index,)
     lists = (i for x in whole for i in (x if isinstance(x, list) else (x,)))
     return all(i is None or i is Ellipsis or isinstance(i, (slice, int)) for i in lists)
@@ -69,7 +70,7 @@ def _is_int(x: Any) -> bool:
 
 
 LOOKS: dict[str, Callable[[Any], bool]] = {
-    "__getitem__": _slices,
+    "__getitem__": slices,
     "detach": _is_dtype,
     **dict.fromkeys(("unsqueeze", "squeeze", "view", "reshape", "flatten"), _is_int),
 }

@@ -16,14 +16,11 @@ from torch import Tensor
 from logitless.deferred.distribution import Distribution
 from logitless.deferred.divergence import soft_cross_entropy
 from logitless.deferred.lazy import Lazy
-from logitless.deferred.read import readable, result_dtype
+from logitless.deferred.read import WIDENED, readable, result_dtype
 from logitless.operands import Logits, LoRA
 from logitless.operands.passed_on import same
 from logitless.score import logprobs
 from logitless.spec import IGNORE
-
-WIDENED = ("cpu", "cuda", "xpu")
-"""Devices on which autocast takes a cross entropy in float32."""
 
 
 class Turned(Lazy):
@@ -80,8 +77,9 @@ def cross_entropy(
     x = input.source if isinstance(input, Turned) else input
     if not readable(x) or size_average is not None or reduce is not None:
         return NotImplemented
-    if isinstance(target, Distribution) and x is input and x.dim() < 3 and weight is None and not label_smoothing:
-        return soft_cross_entropy(x, target, reduction)
+    if isinstance(target, Distribution) and x is input and x.dim() < 3:
+        plain = weight is None and not label_smoothing and ignore_index == IGNORE
+        return soft_cross_entropy(x, target, reduction) if plain else NotImplemented
     labels = isinstance(target, Tensor) and target.dtype == torch.int64 and target.shape == x.shape[:-1]
     if not labels or (x.dim() > 2 and not isinstance(input, Turned)) or reduction not in ("none", "mean", "sum"):
         return NotImplemented

@@ -183,6 +183,10 @@ def checked_ids(ids: Tensor, columns: int) -> Tensor:
     return torch.where(ids < 0, columns, ids)
 
 
+WIDENED = ("cpu", "cuda", "xpu")
+"""Devices on which autocast takes a loss in float32."""
+
+
 def result_dtype(x: Tensor, wide: tuple[str, ...] = ("cuda", "xpu")) -> torch.dtype:
     """The dtype of the logits; under autocast no less than float32, on devices where it widens the function."""
     kind = x.device.type

@@ -50,7 +50,7 @@ def _logsumexp(x: Any, dim: Any = None, keepdim: bool = False, **kwargs: Any) ->
     if kwargs or not over_last(x, dim):
         return NotImplemented
     found = numbers(x, "log_z")
-    if type(found) is torch.Tensor:
+    if type(found) is torch.Tensor and not found.is_inference():
         memo_of(x)[LOG_Z] = found, found._version
     return found.unsqueeze(-1) if keepdim else found
 
@@ -157,7 +157,7 @@ SERVED.update(
         "mean": _of_logits(_mean),
         "linalg_vector_norm": _of_logits(_vector_norm),
         "norm": _of_logits(_norm),
-        "take_along_dim": _of_logits(lambda x, index, dim=None: _gather(x, dim, index)),
+        "take_along_dim": _of_logits(lambda x, indices, dim=None: _gather(x, dim, indices)),
         **dict.fromkeys(("sub", "subtract", "__sub__"), _of_logits(_less_log_z)),
         "mul": _times,
         "multiply": _times,
