@@ -69,7 +69,7 @@ class Batch(NamedTuple):
         return {"old_logprob": self.old.reshape(-1), "advantage": self.advantage.reshape(-1)}
 
 
-def make_model(shape: Shape, device: torch.device) -> Any:
+def make_model(shape: Shape, device: torch.device, seed: int = 0) -> Any:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config(
@@ -87,7 +87,7 @@ def make_model(shape: Shape, device: torch.device) -> Any:
         eos_token_id=1,
         bos_token_id=None,
     )
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     with torch.device(device), _default_dtype(getattr(torch, shape.dtype)):
         model: Any = Qwen3ForCausalLM(config)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

@@ -357,6 +357,73 @@ def test_the_memory_of_two_models_is_that_of_tiles():
         assert peak_bytes(step, "cpu") < logits // 4
 
 
+# Beside probabilities that exist: those of a teacher that is not deferred, of a server, or labels that are smoothed.
+
+ROWS_OF_ZEROS = MASK[..., None].double() * torch.linspace(0.5, 2, B * S, dtype=torch.float64).view(B, S, 1)
+
+OF_GIVEN: dict[str, Program] = {
+    **{
+        f"kl_div, {reduction}": lambda x, q, r=reduction: F.kl_div(log_p(x), q, reduction=r)
+        for reduction in ("sum", "mean", "batchmean")
+    },
+    "kl_div to log-probs": lambda x, q: F.kl_div(log_p(x), q.log(), reduction="sum", log_target=True),
+    "kl_div of the student": lambda x, q: F.kl_div(q.log(), p(x), reduction="batchmean"),
+    "kl_div of the student's log-probs": lambda x, q: F.kl_div(q.log(), log_p(x), reduction="sum", log_target=True),
+    "kl_div that does not add up to 1": lambda x, q: F.kl_div(log_p(x), q * ROWS_OF_ZEROS.to(q), reduction="sum"),
+    "kl_div to log-probs that do not": lambda x, q: F.kl_div(log_p(x), q.log() - 1, reduction="sum", log_target=True),
+    "kl_div to logits": lambda x, q: F.kl_div(q.log() + 2, p(x), reduction="sum"),
+    "cross entropy": lambda x, q: F.cross_entropy(x.view(-1, V), q.view(-1, V)),
+    "cross entropy of each row": lambda x, q: F.cross_entropy(x.flatten(0, 1), q.flatten(0, 1), reduction="none"),
+    "cross entropy of one row": lambda x, q: F.cross_entropy(x[0, 1], q[0, 1]),
+    "cross entropy, masked": lambda x, q: F.cross_entropy(
+        x.view(-1, V), (q * ROWS_OF_ZEROS.to(q)).view(-1, V), reduction="none"
+    ),
+    "KLDivLoss": lambda x, q: torch.nn.KLDivLoss(reduction="batchmean")(F.log_softmax(x / 2, dim=-1), q),
+}
+
+
+@pytest.mark.filterwarnings("ignore:reduction. 'mean' divides:UserWarning")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("name", OF_GIVEN)
+def test_beside_probabilities_that_exist(name: str, dtype: torch.dtype):
+    def program(x: Any, y: Any) -> Any:
+        q = p(y.computed() if isinstance(y, ll.Logits) else y)
+        before = q.clone()
+        found = OF_GIVEN[name](x, q)
+        assert torch.equal(q, before)
+        return found
+
+    same(program, dtype=dtype)
+
+
+def test_given_probabilities_decide_on_the_dtype():
+    def program(x: Any, y: Any) -> Any:
+        q = p((y.computed() if isinstance(y, ll.Logits) else y).float())
+        return F.kl_div(log_p(x), q, reduction="sum"), F.kl_div(log_p(x), q.bfloat16(), reduction="sum")
+
+    found, torchs = (results(program, deferred, torch.bfloat16) for deferred in (True, False))
+    assert [x.dtype for x in found] == [x.dtype for x in torchs]
+    truth = results(program, False)[0]
+    assert (found[0] - truth).abs() < (torchs[0] - truth).abs()
+
+
+@pytest.mark.filterwarnings("ignore::logitless.operands.logits.LogitsMade")
+@pytest.mark.parametrize(
+    "program",
+    [
+        lambda x, q: F.kl_div(log_p(x), q, reduction="none").sum(-1),
+        lambda x, q: F.kl_div(log_p(x), q.clone().requires_grad_(), reduction="sum"),
+        lambda x, q: F.kl_div(log_p(x), q[0], reduction="sum"),
+        lambda x, q: F.cross_entropy(x.view(-1, V), q.view(-1, V), label_smoothing=0.1),
+        lambda x, q: F.cross_entropy(x.view(-1, V), q.view(-1, V), weight=torch.linspace(0, 1, V, dtype=q.dtype)),
+        lambda x, q: (q * (q.log() - log_p(x))).sum(-1),
+    ],
+    ids=["not reduced", "with a gradient", "of another shape", "smoothed", "class weights", "by hand"],
+)
+def test_what_nothing_answers_beside_a_tensor_is_computed(program: Program):
+    same(lambda x, y: program(x, p(y.computed() if isinstance(y, ll.Logits) else y)), computes=True)
+
+
 # Log-probs as distributions of torch write them.
 
 OF_ONE: dict[str, Callable[[Any], Any]] = {

@@ -16,6 +16,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
+from logitless.backends.divergences import Kind
 from logitless.deferred.distribution import OF_ROWS, Distribution, distribution, gatherable, same_logits
 from logitless.deferred.distribution import product as product_of_one
 from logitless.deferred.later import slices
@@ -27,6 +28,7 @@ from logitless.operands.applied import applied
 from logitless.operands.logits import count_made
 from logitless.operands.passed_on import same
 from logitless.score import logprobs
+from logitless.spec import TokenStats
 
 Term = tuple[Logits, float]
 """Log-probs of these logits, so many times."""
@@ -102,22 +104,25 @@ class Comparison(Waiting):
         sum of p log q = -(KL of p to q) - (entropy of p)          sum of p log p = -(entropy of p)
         """
         (student, own), (teacher, others) = self.terms
-        of_student, columns = self.weigher is student, self.shape[-1]
-        flat, beside = student.reshape(-1, columns), teacher.detach().reshape(-1, columns)
-        assert isinstance(flat, Logits)
-        assert isinstance(beside, Logits)
-        entropies = own + others
-        wanted = ("grad" if flat.requires_grad else "value") if entropies and of_student else None
-        anything = torch.zeros(flat.shape[0], dtype=torch.int64, device=flat.device)
-        kind = "reverse_kl" if of_student else "forward_kl"
-        out = logprobs(flat, anything, entropy=wanted, teacher=beside, divergence=kind)
+        of_student, entropies = self.weigher is student, own + others
+        wanted = ("grad" if student.requires_grad else "value") if entropies and of_student else None
+        out = _beside(student, teacher.detach(), "reverse_kl" if of_student else "forward_kl", wanted)
         assert out.divergence is not None
         found = out.divergence * -(others if of_student else own)
         if entropies:
             entropy = out.entropy if of_student else out.teacher_entropy
             assert entropy is not None
             found = found - entropies * entropy
-        return found.reshape(self.shape[:-1])
+        return found
+
+
+def _beside(student: Logits, teacher: Tensor, kind: Kind, entropy: Any = None) -> TokenStats:
+    """``[...]`` of every row, of logits of the same shape."""
+    columns = student.shape[-1]
+    flat = student.reshape(-1, columns)
+    anything = torch.zeros(flat.shape[0], dtype=torch.int64, device=flat.device)
+    out = logprobs(flat, anything, entropy=entropy, teacher=teacher.reshape(-1, columns), divergence=kind)
+    return out.each(lambda x: x.reshape(student.shape[:-1]))
 
 
 OF_FACTORS = OF_ROWS - {"view", "reshape", "flatten", "type_as", "to", "squeeze"}
@@ -272,40 +277,92 @@ def kl_div(
     reduction: str = "mean",
     log_target: bool = False,
 ) -> Any:
-    """``F.kl_div`` of log-probs and of probabilities, or log-probs, that were not computed."""
-    fits = _is(input, "log p") and _is(target, "log p" if log_target else "p")
-    if not fits or (input.factor, target.factor) != (1.0, 1.0):
+    """``F.kl_div`` of log-probs and of probabilities, or log-probs, of which one or both were not computed."""
+    form, lazy = "log p" if log_target else "p", [x for x in (input, target) if isinstance(x, Distribution)]
+    fits = all(_is(x, "log p" if x is input else form) and x.factor == 1.0 for x in lazy)
+    if not lazy or not fits or size_average is not None or reduce is not None:
         return NotImplemented
-    if size_average is not None or reduce is not None or reduction not in ("none", "sum", "mean", "batchmean"):
+    if reduction not in ("none", "sum", "mean", "batchmean"):
         return NotImplemented
-    p, q = (_widened(x.source) for x in (target, input))
-    found = _sum_of(p, [(p, 1.0), (q, -1.0)])
-    if found is NotImplemented or reduction == "none":
-        return found
-    count = {"sum": 1, "mean": found.numel(), "batchmean": found.shape[0]}[reduction]
-    return found.row_sums().sum() / count
+    if len(lazy) == 2:
+        p, q = (_widened(x.source) for x in (target, input))
+        found = _sum_of(p, [(p, 1.0), (q, -1.0)])
+        if found is NotImplemented or reduction == "none":
+            return found
+        rows = found.row_sums()
+    else:
+        x, other = (input, target) if lazy[0] is input else (target, input)
+        if reduction == "none" or not _is_given(other, x):
+            return NotImplemented
+        rows = _of_given(x.source, other, "forward_kl" if x is input else "reverse_kl", logs=log_target or x is target)
+    return rows.sum() / {"sum": 1, "mean": input.numel(), "batchmean": input.shape[0]}[reduction]
 
 
-def _widened(x: Logits) -> Any:
-    """Logits in the dtype in which autocast takes a loss."""
-    return x.to(result_dtype(x, WIDENED))
+def _widened(x: Logits, other: Any = None) -> Any:
+    """Logits in the dtype in which autocast takes a loss, and in that of what they are compared with."""
+    dtype = result_dtype(x, WIDENED)
+    return x.to(dtype if other is None else torch.promote_types(dtype, other.dtype))
 
 
-def soft_cross_entropy(x: Logits, target: Distribution, reduction: str) -> Any:
-    """``F.cross_entropy`` of ``[N, V]`` or ``[V]`` against the probabilities of another model."""
-    if not _is(target, "p") or target.factor != 1.0 or reduction not in ("none", "sum", "mean"):
+def soft_cross_entropy(x: Logits, target: Any, reduction: str) -> Any:
+    """``F.cross_entropy`` of ``[N, V]`` or ``[V]`` against probabilities, another model's or given ones."""
+    if reduction not in ("none", "sum", "mean"):
         return NotImplemented
-    found = _sum_of(target.source, [(_widened(x), -1.0)])
-    if found is NotImplemented:
-        return found
-    rows = found.row_sums()
+    if _is(target, "p") and target.factor == 1.0:
+        found = _sum_of(target.source, [(_widened(x), -1.0)])
+        if found is NotImplemented:
+            return found
+        rows = found.row_sums()
+    elif _is_given(target, x):
+        rows = _of_given(x, target, "cross entropy")
+    else:
+        return NotImplemented
     return rows if reduction == "none" else getattr(rows, reduction)()
+
+
+# Beside a tensor that exists: a teacher that is not deferred, targets that are smoothed or sent.
+
+
+def _is_given(x: Any, of: Tensor) -> TypeGuard[Tensor]:
+    """Whether probabilities or log-probs are given for what was not computed, and need no gradient."""
+    if type(x) is not Tensor or not x.is_floating_point() or (torch.is_grad_enabled() and x.requires_grad):
+        return False
+    source = of.source if isinstance(of, Distribution) else of
+    assert isinstance(source, Logits)
+    return x.shape == of.shape and x.device == of.device and source.linear.shard is None
+
+
+def _of_given(x: Logits, given: Tensor, what: str, logs: bool = False) -> Tensor:
+    """``[...]`` of each row of a student's probabilities p: the KL from given ones or to them, or the cross entropy.
+
+    Given ones need not add up to 1. Of s times probabilities q,
+
+        KL(s q, p) = s KL(q, p) + s log s       KL(p, s q) = KL(p, q) - log s       cross entropy = s (KL(q, p) + H(q))
+    """
+    student = _widened(x, given)
+    wide = given.detach().to(torch.promote_types(given.dtype, torch.float32))
+    log_q = wide if logs else wide.log()
+    log_s = log_q.logsumexp(-1)
+    if what == "reverse_kl":
+        found = _beside(student, log_q, "reverse_kl").divergence
+        assert found is not None
+        return (found - log_s).to(student.dtype)
+    s = log_s.exp()
+    if not logs:
+        # A row of zeros, as masks leave it, is compared with nothing.
+        log_q.masked_fill_((s == 0)[..., None], 0.0)
+    out = _beside(student, log_q, "forward_kl")
+    assert out.divergence is not None
+    assert out.teacher_entropy is not None
+    more = torch.xlogy(s, s) if what == "forward_kl" else s * out.teacher_entropy
+    return (s * out.divergence + more).to(student.dtype)
 
 
 PAIRS: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("mul", "multiply", "__mul__", "__rmul__"), product),
     **dict.fromkeys(("add", "__add__", "__radd__"), _plus),
     **dict.fromkeys(("sub", "subtract", "__sub__"), _minus),
+    "kl_div": kl_div,
 }
 """What torch's functions of these names make of two arguments, of which either may not be computed."""
 

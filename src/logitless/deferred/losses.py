@@ -77,7 +77,8 @@ def cross_entropy(
     x = input.source if isinstance(input, Turned) else input
     if not readable(x) or size_average is not None or reduce is not None:
         return NotImplemented
-    if isinstance(target, Distribution) and x is input and x.dim() < 3:
+    soft = isinstance(target, Distribution) or (isinstance(target, Tensor) and target.is_floating_point())
+    if soft and x is input and x.dim() < 3:
         plain = weight is None and not label_smoothing and ignore_index == IGNORE
         return soft_cross_entropy(x, target, reduction) if plain else NotImplemented
     labels = isinstance(target, Tensor) and target.dtype == torch.int64 and target.shape == x.shape[:-1]

@@ -170,5 +170,4 @@ SERVED.update(
 )
 
 distribution.ANSWERS["nll_loss"] = losses.nll_loss
-distribution.ANSWERS["kl_div"] = divergence.kl_div
 distribution.PAIRS.update(divergence.PAIRS)
