@@ -481,5 +481,11 @@ class Loss:
         """The loss of these rows; options are those of :func:`policy_loss`."""
         if self.temperature is not None:
             head = replace(head or PLAIN, temperature=self.temperature)
+        for name, own in self.arguments.items():
+            given = options.get(name)
+            if own is not None and own is not False and given is not None and given is not own:
+                raise LogitlessError(f"Loss: {name} was given to the Loss and to its head. Give it in one place.")
+        if options.pop("return_stats", True) is False:
+            raise LogitlessError("Loss: return_stats=False, but a Loss returns the rows' results always. Leave it out.")
         arguments = {**self.arguments, **options, "head": head, "return_stats": True}
         return LossResult(*policy_loss(logits, rows, self.objective, **arguments))

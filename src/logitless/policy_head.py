@@ -76,6 +76,8 @@ class PolicyHead(nn.Module):
             if given:
                 raise LogitlessError(f"PolicyHead: {given[0]} was given without rows. Pass the rows to score.")
             return self.linear(hidden)
+        if "bias" in options:
+            raise LogitlessError("PolicyHead: bias was given to a call, but the head has that of its linear layer.")
         weight, base = self._weight(), getattr(self.linear, "base_layer", self.linear)
         # What was set for every call is for either verb; what is given in a call is for this one.
         taken = (*OF_LOGITS, *(OF_LOGPROBS if loss is None else OF_LOSS))

@@ -397,6 +397,7 @@ WRONG = {
     "clip must be a number or (low, high) but is (1, 2, 3).": {"clip": (1, 2, 3)},
     "dual_clip must be above 1 but is 1.0.": {"dual_clip": 1.0},
     "policy 'reinforce' does not take clip. It takes: no options.": {"policy": "reinforce", "clip": 0.2},
+    "clip is 0.2, and in policy_options 0.3. Give it once, as clip=.": {"clip": 0.2, "policy_options": {"clip": 0.3}},
     "policy 'gspo' does not take dual_clip. It takes: clip.": {"policy": "gspo", "dual_clip": 2.0},
     "policy 'sapo' does not take tau. It takes: positive, negative.": {"policy": "sapo", "policy_options": {"tau": 1}},
     "positive must be above 0 but is 0.": {"policy": "sapo", "policy_options": {"positive": 0}},

@@ -11,7 +11,7 @@ from shared.divergence import textbook
 from torch import Tensor
 
 import logitless as ll
-from logitless.operands import Teacher
+from logitless.operands import Teacher, TopK
 
 R, V, D, W = 7, 41, 5, 6
 KINDS = ("forward_kl", "reverse_kl", "jsd", "tv")
@@ -100,3 +100,92 @@ def test_what_one_softcap_does_not_say_is_refused(change: Any, head: ll.Head | N
     capped = change(torch.tanh(ll.Logits(other, rows)))
     with pytest.raises(ll.LogitlessError, match=r"Teacher: its Logits went through tanh.*another softcap"):
         Teacher(capped, head=head)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"match": "bfloat12"}, "match must be None"),
+        ({"precision": "half"}, "precision must be"),
+        ({"tf32": True, "precision": "bfloat16x3"}, "tf32=True asks for"),
+        ({"tf32": 1}, "tf32 must be True or False"),
+        ({"bits": "exact"}, "bits must be one of fast, canonical"),
+        ({"bits": "canonical"}, "have bits='canonical' and the student bits='fast'"),
+        ({"sequence_parallel": True}, "have sequence_parallel=True and the student has not"),
+        ({"shard": ll.VocabShard(0, 5)}, "have a shard of 5 columns but a weight of 41"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("kept", [False, True])
+def test_options_of_a_teachers_head_that_nobody_would_follow(options: dict[str, Any], text: str, kept: bool):
+    """They were left out of the call, but for a wrong rounding, whose error named no argument."""
+    hidden, weight, _, other, head, _ = operands()
+    teacher, support = ll.Logits(other, head, **options), ll.Kept(torch.arange(R), torch.ones(R, dtype=torch.int64))
+    with pytest.raises(ll.LogitlessError, match=rf"logprobs: the teacher's Logits:? {text}"):
+        ll.logprobs(
+            ll.Logits(hidden, weight), torch.arange(R), teacher=Teacher(teacher), kept=support if kept else None
+        )
+
+
+def test_a_tail_beside_kept_ids():
+    """It was left out: over kept ids there is no outcome for others."""
+    hidden, weight, _, other, head, _ = operands()
+    ids = torch.arange(V) - 2
+    support = ll.Kept(torch.arange(R), torch.ones(R, dtype=torch.int64))
+    teacher = Teacher(ll.Logits(other, head), ids=ids, tail="bucket")
+    with pytest.raises(ll.LogitlessError, match=r'logprobs: kept= does not work with tail="bucket"'):
+        ll.logprobs(ll.Logits(hidden, weight), torch.arange(R), teacher=teacher, kept=support, divergence="jsd")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"logits": torch.zeros(R, V)},
+        {"head": ll.Head(temperature=0.7)},
+        {"ids": torch.arange(V)},
+        {"at": torch.arange(R)},
+        {"tail": "bucket"},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_what_does_not_go_with_log_probs_that_were_sent(options: dict[str, Any]):
+    """It was left out."""
+    sent = TopK(torch.zeros(R, 1), torch.arange(R)[:, None])
+    with pytest.raises(ll.LogitlessError, match=rf"Teacher: {next(iter(options))}( does not go with|.*is that of)"):
+        Teacher(**{"logits": None, **options}, top_k=sent)
+
+
+def cut_elsewhere(rank: int, world: int) -> list[str | float]:
+    """Errors, or results, of teachers with as many columns as the shard of another vocabulary has, or all of them."""
+    hidden, weight, _, other, head, _ = operands()
+    even = ll.VocabShard.even(40, torch.distributed.group.WORLD)
+    small = ll.VocabShard.even(20, torch.distributed.group.WORLD)
+    shorter = ll.VocabShard(20 * rank, 20 + 10 * rank, torch.distributed.group.WORLD)
+    own, whole = ll.Logits(hidden, weight[even.start : even.stop], shard=even), ll.Logits(hidden, weight[:40])
+    calls = [
+        (own, ll.Logits(other, head[small.start : small.stop], shard=small)),
+        (whole, ll.Logits(other, head[even.start : even.stop], shard=even)),
+        (own, ll.Logits(other, head[:40])),
+        (own, ll.Logits(other, head[shorter.start : shorter.stop], shard=shorter)),
+    ]
+    found: list[str | float] = []
+    for student, teacher in calls:
+        try:
+            out = ll.logprobs(student, torch.arange(R), teacher=Teacher(teacher), divergence="forward_kl").divergence
+            assert out is not None
+            found.append(float(out.sum()))
+        except ll.LogitlessError as error:
+            found.append(str(error))
+    return found
+
+
+def test_a_teacher_that_is_cut_at_other_ids_than_its_student(ranks):
+    """Its columns were taken for those of the student's shard, so that rank 1 compared ids that are not the same."""
+    hidden, weight, _, other, head, _ = operands()
+    wanted = ll.logprobs(hidden @ weight[:40].T, torch.arange(R), teacher=other @ head[:30].T, divergence="forward_kl")
+    assert wanted.divergence is not None
+    for elsewhere, without, whole, shorter in ranks(cut_elsewhere, 2):
+        assert "the teacher's Logits have columns 10 to 20 where the student has 20 to 40" in elsewhere
+        assert "the teacher's Logits have a shard and the student has none" in without
+        assert "the teacher has 40 columns here and the student 20" in whole
+        assert shorter == pytest.approx(float(wanted.divergence.sum()), rel=1e-12)

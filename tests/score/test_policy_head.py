@@ -105,6 +105,19 @@ def test_what_a_loss_refuses():
         head(hidden, rows, loss=ll.Loss(ll.Objective(), advantage=torch.ones(2)))
 
 
+def test_an_argument_that_comes_from_two_places():
+    """One of them was left out."""
+    rows, hidden = ll.Rows.packed([[0, 1, 2]], [2]), torch.zeros(3, D)
+    head, counted = ll.PolicyHead(nn.Linear(D, V)), ll.PolicyHead(nn.Linear(D, V), denominator=12)
+    with pytest.raises(ll.LogitlessError, match="PolicyHead: bias was given to a call"):
+        head(hidden, rows, bias=torch.ones(V))
+    with pytest.raises(ll.LogitlessError, match="Loss: denominator was given to the Loss and to its head"):
+        counted(hidden, rows, loss=loss_of(rows))
+    with pytest.raises(ll.LogitlessError, match="Loss: return_stats=False"):
+        head(hidden, rows, loss=loss_of(rows), return_stats=False)
+    assert head(hidden, rows, loss=loss_of(rows), return_stats=True).stats.logprob.shape == (2,)
+
+
 def test_it_must_be_given_a_layer():
     with pytest.raises(ll.LogitlessError, match="PolicyHead: linear must be a linear layer"):
         ll.PolicyHead(torch.zeros(3))  # pyright: ignore[reportArgumentType]

@@ -448,11 +448,23 @@ FLAGS = ("sequence_parallel", "sparse_weight_grad", "tf32", "strict")
 """Options of a head that are True or False."""
 
 
-def _check_options(caller: str, linear: Linear, asked: Asked) -> None:
-    scale = linear.grad_scale
+def check_product(caller: str, linear: Linear) -> None:
+    """Raise for an option that says wrongly how a head is multiplied and rounded: the student's, or a teacher's."""
     for name in FLAGS:
         if not isinstance(getattr(linear, name), bool):
             check_flags(caller, **{name: getattr(linear, name)})
+    if linear.match is not None and not (isinstance(linear.match, str) and linear.match in ("bfloat16", "float16")):
+        raise LogitlessError(f'{caller}: match must be None, "bfloat16" or "float16" but is {described(linear.match)}.')
+    if not isinstance(linear.precision, str) or linear.precision not in get_args(Precision):
+        wanted = " or ".join(f'"{name}"' for name in get_args(Precision))
+        raise refused(f"{caller}: precision", wanted, linear.precision)
+    if linear.tf32 and linear.precision != "float32":
+        raise LogitlessError(f'{caller}: tf32=True asks for precision="tf32", and precision is {linear.precision!r}.')
+
+
+def _check_options(caller: str, linear: Linear, asked: Asked) -> None:
+    check_product(caller, linear)
+    scale = linear.grad_scale
     plain = type(scale) is float and math.isfinite(scale)
     if not plain and not (
         is_number(scale) or (isinstance(scale, Tensor) and scale.dim() == 0 and not scale.is_complex())
@@ -468,13 +480,6 @@ def _check_options(caller: str, linear: Linear, asked: Asked) -> None:
         raise LogitlessError(
             f"{caller}: weight_grad= is a dense buffer and sparse_weight_grad=True asks for a list. Pass one of them."
         )
-    if linear.match is not None and not (isinstance(linear.match, str) and linear.match in ("bfloat16", "float16")):
-        raise LogitlessError(f'{caller}: match must be None, "bfloat16" or "float16" but is {described(linear.match)}.')
-    if not isinstance(linear.precision, str) or linear.precision not in get_args(Precision):
-        wanted = " or ".join(f'"{name}"' for name in get_args(Precision))
-        raise refused(f"{caller}: precision", wanted, linear.precision)
-    if linear.tf32 and linear.precision != "float32":
-        raise LogitlessError(f'{caller}: tf32=True asks for precision="tf32", and precision is {linear.precision!r}.')
     if not isinstance(linear.hidden_grad, str) or linear.hidden_grad not in ("reduced", "partial"):
         raise LogitlessError(
             f'{caller}: hidden_grad must be "reduced" or "partial" but is {described(linear.hidden_grad)}.'

@@ -120,6 +120,11 @@ def policy_keywords(objective: Any) -> dict[str, Any]:
     keywords = dict(objective.policy_options)
     for name in ("clip", "dual_clip"):
         if getattr(objective, name) is not None:
+            if keywords.get(name) is not None:
+                raise LogitlessError(
+                    f"Objective: {name} is {getattr(objective, name)!r}, and in policy_options {keywords[name]!r}. "
+                    f"Give it once, as {name}=."
+                )
             keywords[name] = getattr(objective, name)
     # A function of the caller's may mean something else by these in its own options.
     if keywords.get("clip") is not None and (named or objective.clip is not None):

@@ -107,6 +107,7 @@ class Teacher:
             raise LogitlessError(f"Teacher: kept must be a Kept or None but is {type(self.kept).__name__}.")
         if self.top_k is not None:
             instance(self.top_k, TopK, "Teacher: top_k", " Pass Teacher.from_top_k(logprobs, ids).")
+            self._check_alone()
             return
         x = dense(self.logits, "Teacher: logits", "a tensor of floats, or Logits,")
         if x.dtype not in FLOATS or x.dim() < 1:
@@ -245,6 +246,17 @@ class Teacher:
         if not isinstance(x.gain, Tensor) and x.gain != 1.0:
             object.__setattr__(self, "head", replace(head, scale=head.scale * x.gain))
             object.__setattr__(self, "logits", like(x, gain=1.0))
+
+    def _check_alone(self) -> None:
+        """Raise for an option that K log-probs which were sent do not go with: they are as the teacher made them."""
+        for name in ("logits", "head", "ids", "at"):
+            if getattr(self, name) is not None:
+                raise LogitlessError(
+                    f"Teacher: {name} does not go with top_k, whose log-probs are of every row and final. Leave it "
+                    f"out; ids of the teacher's own are translated by Teacher.from_top_k(student_ids=)."
+                )
+        if self.tail != "renormalise":
+            raise LogitlessError("Teacher: tail of log-probs that were sent is that of Teacher.from_top_k(tail=).")
 
     def _check_ids(self, ids: Tensor) -> None:
         wanted = f"int64 [{self.width}], the student's id of each column,"

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 from torch import Tensor
 
 from logitless.call import PLAIN, Call, members_of
-from logitless.call.checks import check_kept, split_factor
+from logitless.call.checks import check_kept, check_product, split_factor
 from logitless.errors import LogitlessError
-from logitless.errors.arguments import refused
+from logitless.errors.arguments import check_name, refused
 from logitless.operands import Logits, Teacher, Teachers, TopK
+from logitless.operands.stands import Bits
 from logitless.readings.reading import LARGEST
+from logitless.sources.linear import is_split
 from logitless.sources.teachers import forbids_others, infinite_bucket, own_vocabulary
 from logitless.spec import IGNORE, has_values, inspectable
 
@@ -25,6 +27,7 @@ def check_teacher(given: Teacher | Teachers, tokens: Tensor, call: Call) -> None
             f"{name}: teacher must be logits, Logits, a Teacher or Teacher.by_row but is {type(given).__name__}."
         )
     for teacher in members_of(given):
+        _check_own_options(teacher, call)
         if teacher.at is not None:
             _check_at(teacher, teacher.at, call)
         elif teacher.tokens.shape[:-1] != tokens.shape[:-1]:
@@ -52,6 +55,9 @@ def check_teacher(given: Teacher | Teachers, tokens: Tensor, call: Call) -> None
                 f"some of them. Pass the teacher's hidden states and weight, as Logits."
             )
         _, columns = own_vocabulary(teacher, call)
+        if call.shard is not None and (teacher.head or PLAIN).vocab_size is None:
+            # A head that was not cut has more columns than are left of the vocabulary.
+            columns = max(columns, teacher.width if teacher.width > call.shard.stop - call.shard.start else 0)
         if teacher.ids is None and columns > call.columns:
             raise LogitlessError(
                 f"{name}: the teacher has {columns} columns here and the student {call.columns}. If the rest is "
@@ -78,6 +84,11 @@ def check_teachers(call: Call, tokens: Tensor, given: Any) -> None:
     if call.kept is not None or any(x.kept is not None for x in members):
         _check_supports(call, members)
         check_teacher(given, tokens, call)
+        if any(x.ids is not None and x.tail == "bucket" for x in members):
+            raise LogitlessError(
+                f'{name}: kept= does not work with tail="bucket" of a teacher with ids=: both distributions are over '
+                f"the ids that a sampler kept, and there is no outcome for others. Drop one of them."
+            )
         return
     if isinstance(given, Teacher) and given.top_k is not None:
         _check_top_k(call, given.top_k)
@@ -91,6 +102,44 @@ def check_teachers(call: Call, tokens: Tensor, given: Any) -> None:
             f"is infinite. Compare over the ids that both have, with head=Head(vocab_size={min(sizes)}), or take "
             f"another divergence: all others are finite."
         )
+
+
+def _check_own_options(teacher: Teacher, call: Call) -> None:
+    """Raise for options of a teacher's Logits that are wrong, and for those that say otherwise than the student's."""
+    if not isinstance(teacher.logits, Logits):
+        return
+    name, own, shard = f"{call.caller}: the teacher's Logits", teacher.logits.linear, call.shard
+    check_product(name, own)
+    if own.bits not in ("fast", call.bits):
+        check_name(own.bits, get_args(Bits), f"{name}: bits")
+        raise LogitlessError(
+            f"{name} have bits={own.bits!r} and the student bits={call.bits!r}, which decides for both. Pass it to the "
+            f"student, too, or leave it out."
+        )
+    if own.sequence_parallel and not is_split(call):
+        raise LogitlessError(
+            f"{name} have sequence_parallel=True and the student has not. Give both the hidden states of this rank's "
+            f"tokens, or both those of all tokens."
+        )
+    if own.shard is None:
+        return
+    columns = own.shard.stop - own.shard.start
+    if columns != teacher.width:
+        raise LogitlessError(f"{name} have a shard of {columns} columns but a weight of {teacher.width}.")
+    if shard is None:
+        if own.shard.group is not None and own.shard.vocab_size > teacher.width:
+            raise LogitlessError(f"{name} have a shard and the student has none. Give both theirs, or both none.")
+        return
+    size = (teacher.head or PLAIN).vocab_size or own.shard.vocab_size
+    # All ranks know the bounds of all, so that all raise.
+    known = len(own.shard.bounds) == len(shard.bounds)
+    ours, theirs = (x.bounds if known else ((x.start, x.stop),) for x in (shard, own.shard))
+    for (start, stop), (first, last) in zip(ours, theirs, strict=True):
+        if teacher.ids is None and first < min(last, size) and (first != start or min(last, size) > stop):
+            raise LogitlessError(
+                f"{name} have columns {first} to {last} where the student has {start} to {stop}. Cut both heads at the "
+                f"same ids, VocabShard({start}, {min(stop, size)}, group) for the teacher's, or name its ids with ids=."
+            )
 
 
 def _check_at(teacher: Teacher, at: Tensor, call: Call) -> None:
