@@ -250,7 +250,9 @@ def test_under_autocast_the_dtype_is_torchs():
 
 
 OTHERS: dict[str, Callable[[Any], Any]] = {
-    "probabilities as targets": lambda x: F.cross_entropy(x.view(-1, V), torch.full((B * S, V), 1 / V, dtype=x.dtype)),
+    "smoothed probabilities as targets": lambda x: F.cross_entropy(
+        x.view(-1, V), torch.full((B * S, V), 1 / V, dtype=x.dtype), label_smoothing=0.1
+    ),
     "softmax over tokens": lambda x: x.softmax(1),
     "argmax of everything": lambda x: x.argmax(),
     "more than 128 or the smallest": lambda x: x.topk(3, largest=False).values,
