@@ -189,3 +189,42 @@ def test_a_teacher_that_is_cut_at_other_ids_than_its_student(ranks):
         assert "the teacher's Logits have a shard and the student has none" in without
         assert "the teacher has 40 columns here and the student 20" in whole
         assert shorter == pytest.approx(float(wanted.divergence.sum()), rel=1e-12)
+
+
+def padding_on_one_rank(rank: int, world: int) -> list[str | float]:
+    """The student's vocabulary ends within the last rank's columns, and its teacher's later, or earlier, or with it."""
+    hidden, weight, _, other, head, _ = operands()
+    shard = ll.VocabShard.even(40, torch.distributed.group.WORLD)
+    shorter = ll.VocabShard(20 * rank, 20 + 10 * rank, torch.distributed.group.WORLD)
+    student = ll.Logits(hidden, weight[shard.start : shard.stop], shard=shard)
+    teachers = [
+        Teacher(ll.Logits(other, head[shard.start : shard.stop], shard=shard)),
+        Teacher(other @ head[shard.start : shard.stop].T),
+        Teacher(ll.Logits(other, head[shard.start : shard.stop], shard=shard), head=ll.Head(vocab_size=38)),
+        Teacher(ll.Logits(other, head[shorter.start : shorter.stop], shard=shorter)),
+    ]
+    found: list[str | float] = []
+    for teacher in teachers:
+        try:
+            options = {"teacher": teacher, "divergence": "jsd", "head": ll.Head(vocab_size=38)}
+            out = ll.logprobs(student, torch.arange(R), **options).divergence
+            assert out is not None
+            found.append(float(out.sum()))
+        except ll.LogitlessError as error:
+            found.append(str(error))
+    return found
+
+
+def test_a_teacher_with_more_ids_on_one_rank_is_refused_on_all(ranks):
+    """The other ranks went on, and waited for it."""
+    hidden, weight, _, other, head, _ = operands()
+    student = (hidden @ weight.T)[:, :38]
+    for found in ranks(padding_on_one_rank, 2):
+        for text in found[:2]:
+            assert "the teacher has 40 ids and the student 38. If the rest is padding, give the teacher" in str(text)
+        for value, columns in zip(found[2:], (38, 30), strict=True):
+            beyond = torch.full((R, 38 - columns), -torch.inf, dtype=torch.float64)
+            teacher = torch.cat([(other @ head.T)[:, :columns], beyond], 1)
+            mixed = ((student.softmax(-1) + teacher.softmax(-1)) / 2).log()
+            both = [p.softmax(-1) * (p.log_softmax(-1).clamp_min(-1e9) - mixed) for p in (student, teacher)]
+            assert abs(value - float(sum(x.sum() for x in both)) / 2) < 1e-9

@@ -54,14 +54,19 @@ def check_teacher(given: Teacher | Teachers, tokens: Tensor, call: Call) -> None
                 f"{name}: the teacher is a tensor of logits of all tokens, and with sequence_parallel=True a rank has "
                 f"some of them. Pass the teacher's hidden states and weight, as Logits."
             )
-        _, columns = own_vocabulary(teacher, call)
+        size, columns = own_vocabulary(teacher, call)
         if call.shard is not None and (teacher.head or PLAIN).vocab_size is None:
             # A head that was not cut has more columns than are left of the vocabulary.
             columns = max(columns, teacher.width if teacher.width > call.shard.stop - call.shard.start else 0)
-        if teacher.ids is None and columns > call.columns:
+        size = (teacher.head or PLAIN).vocab_size or (size if own_shard is None else own_shard.vocab_size)
+        # Columns that are more than the student's may lie on another rank: all of them raise.
+        more = call.shard is not None and size > call.vocab_size
+        if teacher.ids is None and (more or columns > call.columns):
+            had = f"{size} ids" if more else f"{columns} columns here"
+            own = call.vocab_size if more else call.columns
             raise LogitlessError(
-                f"{name}: the teacher has {columns} columns here and the student {call.columns}. If the rest is "
-                f"padding, give the teacher Head(vocab_size={call.vocab_size}); otherwise map its columns with ids=."
+                f"{name}: the teacher has {had} and the student {own}. If the rest is padding, give the teacher "
+                f"Head(vocab_size={call.vocab_size}); otherwise map its columns with ids=."
             )
         ids = teacher.ids
         if ids is not None and ids.numel() and has_values(ids) and int(ids.max()) >= call.vocab_size:
