@@ -276,6 +276,18 @@ except ll.LogitlessError as error:
 """
 
 
+READ_A_DEFERRED_MODEL = """
+import torch
+import logitless as ll
+
+model = torch.nn.Sequential()
+model.add_module("lm_head", torch.nn.Linear(4, 7))
+ll.defer(model, strict=True)
+torch.nn.functional.cross_entropy(model(torch.randn(3, 4)), torch.arange(3)).backward()
+print(tuple(model.lm_head.weight.grad.shape))
+"""
+
+
 def run_python(program: str) -> str:
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "COV"))}
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, env=environment)
@@ -325,3 +337,8 @@ def test_functions_are_short(path):
             if ast.get_docstring(node, clean=False) is not None:
                 lines -= node.body[0].end_lineno - node.body[0].lineno + 1
             assert lines < MOST_FUNCTION_LINES, f"{dotted(path)}.{node.name} has {lines} lines"
+
+
+def test_readings_of_deferred_logits_are_found_by_whoever_imports_the_package_alone():
+    """Their module is imported by the first reading; other tests import it before."""
+    assert run_python(READ_A_DEFERRED_MODEL) == "(7, 4)"

@@ -302,8 +302,8 @@ def parse_memory(memory: int | str) -> int:
 def format_bytes(size: int) -> str:
     """A number of bytes for people, which :func:`parse_memory` reads back up to rounding.
 
-    >>> format_bytes(9_957_277_696), format_bytes(123_456), format_bytes(0)
-    ('9.27 GiB', '120.6 KiB', '0 B')
+    >>> format_bytes(9_957_277_696), format_bytes(5_000_000), format_bytes(123_456), format_bytes(0)
+    ('9.27 GiB', '4.8 MiB', '120.6 KiB', '0 B')
     """
     for unit, power, digits in (("TiB", 4, 2), ("GiB", 3, 2), ("MiB", 2, 1), ("KiB", 1, 1)):
         if size >= 1024**power:

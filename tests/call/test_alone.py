@@ -15,12 +15,13 @@ from torch.distributed.tensor import Replicate, Shard
 
 import logitless as ll
 from logitless import collectives
-from logitless.backends import tiled
+from logitless.backends import blocks, tiled
 from logitless.backends.contract import Problem
 from logitless.call import Asked, checks, resolve
 from logitless.call.call import _facts
 from logitless.call.resolve import apart_everywhere, as_products_take
 from logitless.deferred.model import _holders
+from logitless.errors.arguments import is_number
 from logitless.machine import Tiles
 from logitless.memory import sized
 from logitless.objectives import inputs
@@ -352,6 +353,31 @@ def test_how_many_columns_have_numbers():
     checks.check_readings("logprobs", *at, LARGEST)
     with pytest.raises(ll.LogitlessError, match=f"take up to {LARGEST} columns, not {LARGEST + 1}"):
         checks.check_readings("logprobs", *at, LARGEST + 1)
+
+
+def test_how_many_columns_have_canonical_bits():
+    """Sums of blocks have room for so many; a call of this size is never made."""
+
+    def call(vocab_size: int) -> Any:
+        return SimpleNamespace(caller="logprobs", bits="canonical", shard=None, kept=None, vocab_size=vocab_size, backend=tiled)
+
+    checks.check_bits(call(blocks.LARGEST))
+    with pytest.raises(ll.LogitlessError, match=f"room for sums of {blocks.LARGEST} columns, and there are"):
+        checks.check_bits(call(blocks.LARGEST + 1))
+
+
+def test_how_large_a_number_may_be():
+    assert all(is_number(x) for x in (2**62, -(2**62), 2.0**62))
+    assert not any(is_number(x) for x in (2**62 + 1, 2.0**63, True, "1"))
+
+
+@pytest.mark.parametrize(("lines", "chunks"), [(4, [(0, 2), (2, 4), (4, 6)]), (6, [(0, 3), (3, 6)]), (12, [(0, 6)])])
+def test_half_of_the_memory_is_for_a_teacher_beside_logits(lines: int, chunks: list[tuple[int, int]]):
+    """The other half is for the work of its rows."""
+    logits, teacher = torch.randn(6, 50, requires_grad=True), ll.Teacher(ll.Logits(torch.randn(6, 4), torch.randn(50, 4)))
+    plan = ll.explain(ll.logprobs, logits, torch.arange(6), teacher=teacher, divergence="tv", memory=lines * 50 * 4)
+    assert (plan.kind, list(plan.chunks)) == ("given", chunks)
+    assert plan.elementwise == lines * 50 * 4 // 2
 
 
 def test_a_deferred_model_is_told_to_the_log(caplog, monkeypatch):

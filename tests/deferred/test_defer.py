@@ -452,6 +452,15 @@ def test_a_half_precision_head_without_a_graph_computes_few_rows_as_ever(monkeyp
         assert isinstance(logits[:, :-1], ll.Logits)
 
 
+def test_how_many_rows_are_few():
+    model = Plain(torch.float32)
+    ll.defer(model, strict=True)
+    with torch.no_grad():
+        few, many = (model(torch.zeros(2, n, dtype=torch.int64)) for n in (deferral.FEW // 2, deferral.FEW // 2 + 1))
+    assert type(few) is Tensor
+    assert isinstance(many, ll.Logits)
+
+
 def test_the_memory_of_whatever_reads_the_logits():
     model, ids = Plain(), IDS.flatten()
     for given, wanted in ((None, 256 << 20), ("3KiB", 3 << 10), (5000, 5000)):

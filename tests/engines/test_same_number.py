@@ -26,6 +26,7 @@ from logitless.engines.sglang import _compute_lm_head
 from logitless.engines.vllm import (
     SCORING,
     _apply_head,
+    _not_deferred,
     compute_logprobs,
     compute_token_logprobs,
     compute_topk_scores,
@@ -124,6 +125,26 @@ def test_prompts_under_every_tensor_parallel_degree(ranks, world: int):
 def test_shards_within_a_block_are_left_to_vllm(ranks):
     """On all ranks, though the first has nothing against it: vLLM pads vocabularies to 64 columns."""
     assert ranks(prompts, 2, 576) == ["shards of 576 columns begin within a block of 128"] * 2
+
+
+@pytest.mark.parametrize(
+    ("weight", "hidden", "logits", "left"),
+    [
+        (torch.bfloat16, torch.bfloat16, None, False),
+        (torch.bfloat16, torch.bfloat16, torch.bfloat16, False),
+        (torch.bfloat16, torch.bfloat16, torch.float32, False),
+        (torch.float32, torch.bfloat16, torch.float32, True),
+        (torch.bfloat16, torch.float32, torch.float32, True),
+        (torch.bfloat16, torch.bfloat16, torch.float16, True),
+    ],
+    ids=str,
+)
+def test_heads_of_two_dtypes_are_left_to_vllm(weight: Any, hidden: Any, logits: Any, left: bool):
+    method = type("UnquantizedEmbeddingMethod", (), {})()
+    head = SimpleNamespace(weight=torch.zeros(V, D, dtype=weight), quant_method=method, tp_size=1)
+    processor = type("LogitsProcessor", (SimpleNamespace,), {})(logits_as_input=False, head_dtype=logits)
+    why = _not_deferred(processor, head, torch.zeros(T, D, dtype=hidden))
+    assert why == ("hidden states and head have two dtypes" if left else None)
 
 
 @pytest.mark.parametrize("rows", [slice(None), slice(4, 5), slice(2, 19)])

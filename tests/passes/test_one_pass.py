@@ -11,6 +11,7 @@ import torch
 import logitless as ll
 from logitless.machine import H200, WAIT
 from logitless.memory import sized, sized_rows
+from logitless.passes import one_pass
 from logitless.passes.one_pass import OnePass
 
 V, D = 2003, 66
@@ -50,6 +51,27 @@ def test_the_largest_chunks_and_the_last_stand_for_all(name: str, monkeypatch):
     sizes = sorted((stop - start for start, stop in plan.chunks[:-1]), reverse=True)
     assert sorted((stop - start for start, stop in seen[:-1]), reverse=True) == sizes[:2]
     assert seen[-1] == plan.chunks[-1]
+
+
+@pytest.mark.parametrize(("zeros", "asked"), [((), 2), ((1,), 3), ((25,), 2), ((1, 25), 3)])
+def test_the_last_chunk_is_asked_where_one_before_it_had_rows_to_leave_out(zeros: tuple[int, ...], asked: int, monkeypatch):
+    """Three chunks of ten rows, of which nothing more is launched while the last one's answer travels."""
+    numbers, real = [], one_pass._read_later
+
+    def read_later(number: Any, known: Any) -> Any:
+        numbers.append(number)
+        return real(number, known)
+
+    monkeypatch.setattr(one_pass, "_read_later", read_later)
+    hidden, weight = torch.randn(30, 8), torch.randn(200, 8, requires_grad=True)
+    advantage = torch.ones(30)
+    for i in zeros:
+        advantage[10 * (i // 10) : 10 * (i // 10) + 10] = 0.0
+    fields = {"old_logprob": "current", "advantage": advantage, "memory": 10 * 200 * 4 * 2}
+    call = (ll.Logits(hidden, weight), torch.arange(30), ll.Objective())
+    assert [stop - start for start, stop in ll.explain(ll.policy_loss, *call, **fields).chunks] == [10, 10, 10]
+    ll.policy_loss(*call, **fields)
+    assert len(numbers) == asked
 
 
 def asks(num_rows: int, columns: int, width: int, machine: Any) -> bool:

@@ -485,6 +485,22 @@ def test_other_results_stay_and_the_entropy_is_as_asked_for(source: str, tail: A
         torch.testing.assert_close(mine, torch.autograd.grad(alone.collision.sum(), weight, retain_graph=True)[0])
 
 
+def test_the_entropy_beside_an_id_that_the_student_excludes():
+    z = torch.randn(3, VOCAB, dtype=torch.float64)
+    sent = Teacher.from_top_k(torch.randn(3, K).log_softmax(-1), torch.arange(K).expand(3, K), "renormalise")
+    z[0, 2] = z[1, :2] = -torch.inf
+    leaf, other = z.clone().requires_grad_(), z[:, :K].clone().requires_grad_()
+    found = ll.logprobs(leaf, torch.tensor([0, 3, 4]), teacher=sent, entropy="grad", divergence="tv").entropy
+    log_p = other.log_softmax(-1)
+    present = log_p.masked_fill(other == -torch.inf, 0.0)
+    exact = -(present.exp() * present).where(other > -torch.inf, 0.0).sum(-1)
+    assert found is not None
+    torch.testing.assert_close(found, exact)
+    (gradient,) = torch.autograd.grad(found.sum(), leaf)
+    (right,) = torch.autograd.grad(exact.sum(), other)
+    torch.testing.assert_close(gradient, torch.nn.functional.pad(right, (0, VOCAB - K)))
+
+
 # Ids of a student that has some of the teacher's, under other numbers.
 
 

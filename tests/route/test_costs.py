@@ -34,6 +34,8 @@ TAUGHT = {"beside": 4, "teacher": 20}
         # The teacher's product at D = 20, and both logits once more, with the divergence's own.
         (TAUGHT, None, {}, 100 + 200 + 1300 + 200 + 1200),
         ({**TAUGHT, "teacher": 0}, None, {}, 100 + 1300 + 200 + 1200),
+        # Exponentials of both: both products with their writing, three times moved, then gradients.
+        ({"paired": True, "teacher": 20}, None, {"pair_stored": 0.1}, 100 + 200 + 500 + 300 + 200 + 1200),
         # Eight rows of tiles by three, each with its launch; exponentials overwritten by dZ.
         ({}, TILES, {}, 100 + 300 + 24 * 3 + 200 + 200 + 1200),
         # Where launching takes longer than the work.

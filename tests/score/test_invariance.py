@@ -35,6 +35,17 @@ def test_tile_size(memory: int | str):
         assert torch.equal(a, b) if whole_rows else torch.allclose(a, b, rtol=2e-6, atol=2e-6)
 
 
+@pytest.mark.parametrize("vocab", [128, 200, 256, 300])
+def test_canonical_bits_in_pieces_of_a_block(vocab: int):
+    """One, two or three pieces, put together, are the bits of all columns at once."""
+    logits, target = make_logits(5, vocab, torch.float32), torch.randint(vocab, (5,))
+    given = ll.Logits.given(logits, bits="canonical")
+    asked = {"entropy": "value", "backend": "tiled"}
+    whole, pieces = (ll.logprobs(given, target, memory=memory, **asked) for memory in ("1GiB", 1))
+    for a, b in zip(whole[:3], pieces[:3], strict=True):
+        assert torch.equal(a, b)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_selected_rows_have_the_bits_of_the_full_path(backend: str, device: torch.device):
     logits = make_logits(13, 507, torch.float32).to(device)

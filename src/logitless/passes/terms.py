@@ -88,7 +88,7 @@ class Terms:
     Attributes:
         norm, coef: as backends take them.
         kept: further terms over a support, or None. It stays that of all rows.
-        teacher: further terms for a divergence, or None.
+        teacher: further terms for a divergence, or None. Never beside ``kept``: there a divergence is one over its ids.
         plain: whether only the support has a gradient, so that all other columns are 0.
     """
 
@@ -122,7 +122,8 @@ class Terms:
         if "teacher_reference" in saved:
             assert call.kind is not None
             teacher = TeacherTerms.of(call.kind, saved, up)
-        plain = kept is not None and all(g is None for g in others) and teacher is None
+        assert kept is None or teacher is None
+        plain = kept is not None and all(g is None for g in others)
         return Terms(norm, coef, kept, teacher, plain)
 
     def cut(self, start: int, stop: int) -> Terms:
@@ -156,30 +157,25 @@ class Terms:
             teacher: the teacher's tile, where there is one.
             over: whether ``out`` lies over the tile's own logits, in fewer bytes.
         """
+        if self.kept is not None:
+            self._write_kept(call, tile, out, out_index, over)
+            return
         if self.teacher is None:
-            self._write_own(call, tile, out, out_index, over)
+            self._write_dense(call, tile, self.coef, out, out_index, over)
             return
         assert teacher is not None
         coef, mean, by = self.coef, self.teacher.mean, self.teacher.by
         pair = Pair(tile, teacher, self.norm, self.teacher.norm, self.teacher.kind, self.teacher.share)
-        if self.kept is None and coef.square is None and coef.constant is None and coef.at_ids is None:
+        if coef.square is None and coef.constant is None and coef.at_ids is None:
             call.backend.divergence_gradient(pair, mean, by, coef, out, out_index)
             return
         # Kernels of a divergence know no other readings, so both gradients are added. The divergence's comes first,
         # because `out` may be the logits that it reads.
         more = torch.empty_like(out, memory_format=torch.contiguous_format)
         call.backend.divergence_gradient(pair, mean, by, None, more, out_index)
-        self._write_own(call, tile, out, out_index, over)
-        if self.kept is None:
-            write_at_ids(call.backend, coef, tile.first, tile.columns, out, out_index)
+        self._write_dense(call, tile, coef, out, out_index, over)
+        write_at_ids(call.backend, coef, tile.first, tile.columns, out, out_index)
         out.add_(more)
-
-    def _write_own(self, call: Call, tile: Problem, out: Tensor, out_index: Tensor | None, over: bool) -> None:
-        """dZ of all but a divergence."""
-        if self.kept is not None:
-            self._write_kept(call, tile, out, out_index, over)
-        else:
-            self._write_dense(call, tile, self.coef, out, out_index, over)
 
     def _write_dense(
         self, call: Call, tile: Problem, coef: Coefficients, out: Tensor, out_index: Tensor | None, over: bool

@@ -71,7 +71,6 @@ def _of_head(p: Projection, teacher: Teacher, call: Call, table: Table | None) -
         squash=head.squash,
         negative=head.scale < 0,
         unit=False,
-        found_here=False,
         # Canonical sums are of the student alone.
         canonical=False,
         machine=call.machine if call.linear is not None else Machine.of(p.hidden.device),
