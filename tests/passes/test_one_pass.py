@@ -11,7 +11,6 @@ import torch
 import logitless as ll
 from logitless.machine import H200, WAIT
 from logitless.memory import sized, sized_rows
-from logitless.passes import one_pass
 from logitless.passes.one_pass import OnePass
 
 V, D = 2003, 66
@@ -53,25 +52,28 @@ def test_the_largest_chunks_and_the_last_stand_for_all(name: str, monkeypatch):
     assert seen[-1] == plan.chunks[-1]
 
 
-@pytest.mark.parametrize(("zeros", "asked"), [((), 2), ((1,), 3), ((25,), 2), ((1, 25), 3)])
-def test_the_last_chunk_is_asked_where_one_before_it_had_rows_to_leave_out(zeros: tuple[int, ...], asked: int, monkeypatch):
-    """Three chunks of ten rows, of which nothing more is launched while the last one's answer travels."""
-    numbers, real = [], one_pass._read_later
+@pytest.mark.parametrize(
+    ("zeros", "asked"),
+    [((), [True, True, False]), ((0,), [True] * 3), ((2,), [True, True, False]), ((1, 2), [True] * 3)],
+)
+def test_the_last_chunk_is_asked_where_one_before_it_had_rows_to_leave_out(
+    zeros: tuple[int, ...], asked: list[bool], monkeypatch
+):
+    """Nothing more is launched while its answer travels."""
+    found, real = [], OnePass._work_off
 
-    def read_later(number: Any, known: Any) -> Any:
-        numbers.append(number)
-        return real(number, known)
+    def work_off(self: OnePass, *given: Any, ask: bool, **more: Any) -> Any:
+        found.append(ask)
+        return real(self, *given, ask=ask, **more)
 
-    monkeypatch.setattr(one_pass, "_read_later", read_later)
-    hidden, weight = torch.randn(30, 8), torch.randn(200, 8, requires_grad=True)
-    advantage = torch.ones(30)
-    for i in zeros:
-        advantage[10 * (i // 10) : 10 * (i // 10) + 10] = 0.0
-    fields = {"old_logprob": "current", "advantage": advantage, "memory": 10 * 200 * 4 * 2}
-    call = (ll.Logits(hidden, weight), torch.arange(30), ll.Objective())
+    monkeypatch.setattr(OnePass, "_work_off", work_off)
+    advantage = torch.ones(3, 10)
+    advantage[list(zeros)] = 0.0
+    fields = {"old_logprob": "current", "advantage": advantage.flatten(), "memory": 10 * 200 * 4 * 2}
+    call = (ll.Logits(torch.randn(30, 8), torch.randn(200, 8, requires_grad=True)), torch.arange(30), ll.Objective())
     assert [stop - start for start, stop in ll.explain(ll.policy_loss, *call, **fields).chunks] == [10, 10, 10]
     ll.policy_loss(*call, **fields)
-    assert len(numbers) == asked
+    assert found == asked
 
 
 def asks(num_rows: int, columns: int, width: int, machine: Any) -> bool:
