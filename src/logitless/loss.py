@@ -24,6 +24,7 @@ from logitless.errors.arguments import check_flags, refuse_transforms
 from logitless.notes import add_note, explained, version_of
 from logitless.objectives import Inputs, Metrics, Objective, Preference
 from logitless.operands import Given, Kept, Logits, Teacher, Teachers
+from logitless.operands.unit import READ, end_reading
 from logitless.passes.one_pass import OnePass, with_results
 from logitless.passes.whole import teacher_rows
 from logitless.readings.outcomes import Sent
@@ -171,7 +172,7 @@ def _policy_loss(logits: Any, rows: Any, asked: Asked, batch: Batch, return_stat
         refuse_transforms(NAME)
     shard = getattr(logits, "shard", None)
     written = logits._stands.linear.weight_grad if isinstance(logits, Logits) else None
-    before = None if written is None else version_of(written)
+    before, since, loss = None if written is None else version_of(written), len(READ.units), None
     try:
         if batch.check_group or (shard is not None and shard.check_calls):
             call, plan, operands, inputs = _agreed(logits, rows, asked, batch, shard)
@@ -186,6 +187,9 @@ def _policy_loss(logits: Any, rows: Any, asked: Asked, batch: Batch, return_stat
         memory = default_memory(logits, chunks=True) if asked.memory is None else asked.memory
         add_note(error, NAME, memory, "weight_grad" if changed else None)
         raise
+    finally:
+        if len(READ.units) > since:
+            end_reading(since, (loss,))
 
 
 def _agreed(logits: Any, rows: Any, asked: Asked, batch: Batch, shard: Any) -> tuple[Call, Plan, Operands, Inputs]:

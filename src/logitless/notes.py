@@ -1,4 +1,5 @@
-"""Notes on errors that leave a call: what to do, and which of the caller's tensors were written to. Also the log line.
+"""Notes on errors that leave a call: what to do, and which of the caller's tensors were written to. Also the log line,
+and the place of the caller's code.
 
 Nothing is caught and nothing is retried (docs/decisions/0011): the error goes on as it came, with notes.
 """
@@ -106,3 +107,14 @@ def log_once(what: str) -> None:
     version, python = sys.modules["logitless"].__version__, ".".join(map(str, sys.version_info[:3]))
     text = "logitless %s: %s (torch %s, Triton %s, Python %s, process %d)"
     logging.getLogger("logitless").info(text, version, what, torch.__version__, triton, python, os.getpid())
+
+
+def place() -> str:
+    """``file:line`` of the innermost code that is neither this package nor torch or what launches its kernels."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if module.split(".")[0] not in ("logitless", "torch", "triton", "typing_extensions"):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "nowhere in particular"

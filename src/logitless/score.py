@@ -23,6 +23,7 @@ from logitless.call.resolve import apart_everywhere
 from logitless.errors.arguments import refuse_transforms
 from logitless.notes import add_note
 from logitless.operands import Given, Kept, Logits, Teacher, Teachers
+from logitless.operands.unit import READ, end_reading
 from logitless.passes.look import asked_of
 from logitless.passes.scoring import scored
 from logitless.readings.outcomes import Sent, compared, within
@@ -122,12 +123,17 @@ def _logprobs(logits: Any, rows: Any, asked: Asked) -> TokenStats:
         return _answered(logits, rows, asked)
     if torch._C._are_functorch_transforms_active():
         refuse_transforms("logprobs")
+    since, found = len(READ.units), ()
     try:
-        return _answered(logits, rows, asked)
+        found = _answered(logits, rows, asked)
+        return found
     except BaseException as error:
         default = default_memory(logits, chunks=asked.teacher is not None)
         add_note(error, "logprobs", default if asked.memory is None else asked.memory)
         raise
+    finally:
+        if len(READ.units) > since:
+            end_reading(since, found)
 
 
 def _answered(logits: Any, rows: Any, asked: Asked) -> TokenStats:

@@ -359,7 +359,9 @@ def test_how_many_columns_have_canonical_bits():
     """Sums of blocks have room for so many; a call of this size is never made."""
 
     def call(vocab_size: int) -> Any:
-        return SimpleNamespace(caller="logprobs", bits="canonical", shard=None, kept=None, vocab_size=vocab_size, backend=tiled)
+        return SimpleNamespace(
+            caller="logprobs", bits="canonical", shard=None, kept=None, vocab_size=vocab_size, backend=tiled
+        )
 
     checks.check_bits(call(blocks.LARGEST))
     with pytest.raises(ll.LogitlessError, match=f"room for sums of {blocks.LARGEST} columns, and there are"):
@@ -374,7 +376,10 @@ def test_how_large_a_number_may_be():
 @pytest.mark.parametrize(("lines", "chunks"), [(4, [(0, 2), (2, 4), (4, 6)]), (6, [(0, 3), (3, 6)]), (12, [(0, 6)])])
 def test_half_of_the_memory_is_for_a_teacher_beside_logits(lines: int, chunks: list[tuple[int, int]]):
     """The other half is for the work of its rows."""
-    logits, teacher = torch.randn(6, 50, requires_grad=True), ll.Teacher(ll.Logits(torch.randn(6, 4), torch.randn(50, 4)))
+    logits, teacher = (
+        torch.randn(6, 50, requires_grad=True),
+        ll.Teacher(ll.Logits(torch.randn(6, 4), torch.randn(50, 4))),
+    )
     plan = ll.explain(ll.logprobs, logits, torch.arange(6), teacher=teacher, divergence="tv", memory=lines * 50 * 4)
     assert (plan.kind, list(plan.chunks)) == ("given", chunks)
     assert plan.elementwise == lines * 50 * 4 // 2

@@ -114,8 +114,10 @@ class TestTensors:
             f"{text} Sharded parameters look like this outside of their module's forward (FSDP1, ZeRO-3): use a Pol"
         ):
             logprobs(Logits(torch.zeros(2, 3), torch.zeros(21)), self.TARGET)
-        text = "Logits: the head's weight was let go of when its module's forward ended, and is [0] without numbers now"
-        with raises(f"{text}: FSDP1 and ZeRO-3 do so where the head is a unit of its own. Leave the head in the root"):
+        text = "Logits: the head's weight was let go of since its module's forward, and is [0] without numbers now"
+        with raises(
+            f"{text}: FSDP1 and ZeRO-3 do so in backward, and where the head is a unit of its own at the end of"
+        ):
             logprobs(Logits(torch.zeros(2, 3), torch.zeros(0)), self.TARGET)
 
     def test_flat_logits(self):

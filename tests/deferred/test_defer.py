@@ -424,7 +424,7 @@ def test_a_weight_that_is_gone_is_refused():
     ll.defer(model)
     logits = model(IDS)
     model.lm_head.weight.untyped_storage().resize_(0)
-    with pytest.raises(ll.LogitlessError, match=r"weight was let go of when its module's forward ended.*root unit"):
+    with pytest.raises(ll.LogitlessError, match=r"weight was let go of since its module's forward.*root unit"):
         logits[:, :-1]
 
 

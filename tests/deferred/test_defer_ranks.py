@@ -120,7 +120,7 @@ def test_a_model_that_is_wrapped_already(ranks, kind):
 
 def test_a_head_that_fsdp1_lets_go_of_is_refused_by_name(ranks):
     pytest.importorskip("transformers")
-    with pytest.raises(RankFailed, match=r"weight was let go of when its module's forward ended.*root unit.*FSDP2"):
+    with pytest.raises(RankFailed, match=r"weight was let go of since its module's forward.*root unit.*FSDP2"):
         ranks(trained, 2, "FSDP1, own unit", "idiom", "before")
     with pytest.raises(RankFailed, match=r"defer: the head is an FSDP1 unit of its own with FULL_SHARD.*root unit"):
         ranks(trained, 2, "FSDP1, own unit", "idiom", "after")

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from logitless.operands import Logits
+from logitless.operands.stands import Stands
+from logitless.operands.unit import reading
 from logitless.spec import Head, TokenStats
 
 STATS = {"log_sum_sq_probs": "collision", "mean_logits": "mean_logit", "is_top1": "top1"}
@@ -49,7 +51,13 @@ def _linear(name: str, head: Head) -> bool:
 
 def _mean_logits(logits: Logits, head: Head) -> Tensor:
     """The head is linear, so the mean over its rows comes first."""
-    hidden, weight, bias = logits.hidden, logits.weight, logits.linear.bias
+    with reading() as found:
+        found.append(_mean_of(logits.opened(), head))
+    return found[0]
+
+
+def _mean_of(stands: Stands, head: Head) -> Tensor:
+    hidden, weight, bias = stands.hidden, stands.weight, stands.linear.bias
     assert isinstance(weight, Tensor)
     wide = torch.promote_types(hidden.dtype, torch.float32)
     with torch.autocast(hidden.device.type, enabled=False):

@@ -42,7 +42,7 @@ def resolve(caller: str, logits: Any, rows: Any, asked: Asked, chunks: bool = Fa
     """The call, and its operands as products take them; ``chunks`` as for :func:`default_memory`."""
     shard = getattr(logits, "shard", None)
     if isinstance(logits, Logits):
-        stands = logits.stands()
+        stands = logits.opened()
         operands = as_products_take(caller, stands)
         linear = _with_local_parts(caller, stands.linear)
         checked = checks.check_hidden(caller, operands, rows, linear, asked)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from logitless.errors import LogitlessError
+from logitless.notes import place
 from logitless.operands.applied import applied, in_our_names
 from logitless.operands.graph import Edge, WithBackward, wrapper
 from logitless.operands.logits import (
@@ -25,7 +26,6 @@ from logitless.operands.logits import (
     attribute,
     count_made,
     no_gradient,
-    place,
     refuse_change,
 )
 from logitless.operands.passed_on import BLANKS

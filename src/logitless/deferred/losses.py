@@ -150,7 +150,7 @@ def _loss(x: Logits, labels: Tensor, weight: Tensor | None, ignore: int, reducti
 
 def _weighted_sum(x: Logits, w: Tensor) -> Tensor:
     """``[R]`` sum over columns of a logit times its class weight."""
-    now = x.stands()
+    now = x.opened()
     hidden, weight, bias = now.hidden, now.weight, now.linear.bias
     assert isinstance(weight, Tensor)
     found = hidden.to(w.dtype) @ (w @ weight.to(w.dtype))

@@ -35,6 +35,7 @@ from logitless.operands import Logits, LoRA
 from logitless.operands.logits import made
 from logitless.operands.peft import active_adapter, head_weight
 from logitless.operands.stands import Match, Watch
+from logitless.operands.unit import Unit
 from logitless.spec import VocabShard, parse_memory, untraced
 
 FEW = 256
@@ -71,13 +72,10 @@ class _Around:
     def __reduce__(self) -> Any:
         return _Around, ()
 
-    def unshard(self, layer: Any) -> Callable[[], None] | None:
-        """Makes a weight whole again that FSDP2 let go of where a forward ended: of the unit that has the weight."""
-        for module in (layer, *(x() for x in self._modules)):
-            unshard: Any = getattr(module, "unshard", None)
-            if unshard is not None:
-                return unshard
-        return None
+    def unit(self, layer: Any) -> Unit | None:
+        """FSDP2's that has the weight."""
+        modules = (layer, *(x() for x in self._modules))
+        return next((Unit(x) for x in modules if hasattr(x, "unshard")), None)
 
     def watch(self, layer: Any, weight: Any, bias: Tensor | None) -> Watch:
         """The parameters that a head's numbers come from: those that FSDP2 gathered them of, where it has."""
@@ -448,9 +446,8 @@ def _logits(layer: Any, hidden: Tensor) -> Logits:
     match = HALF.get(hidden.dtype) if settings.rounded else None
     part = {} if shard is None else {"shard": shard, "hidden_grad": "partial"}
     logits = Logits(hidden, weight, bias=bias, match=match, **part, **settings.options)
-    # FSDP2 lets go of the weight where the forward of its unit ends: the head, or a module around it.
-    gather = settings.around.unshard(layer)
-    stands = replace(logits._stands, few=FEW, memory=settings.memory, gather=gather, spread=mesh, watched=watched)
+    unit = settings.around.unit(layer)
+    stands = replace(logits._stands, few=FEW, memory=settings.memory, unit=unit, spread=mesh, watched=watched)
     return made(stands, Logits if mesh is None else Replicated if shard is None else Placed)
 
 

@@ -21,6 +21,7 @@ from logitless.errors import LogitlessError
 from logitless.operands import Logits
 from logitless.operands.logits import made
 from logitless.operands.stands import Stands
+from logitless.operands.unit import reading
 from logitless.spec import VocabShard
 
 
@@ -218,8 +219,10 @@ class Placed(Logits):
         """The DTensor that the head itself makes."""
         from torch.distributed.tensor import DTensor
 
-        now: Stands = self.stands()
-        local = now.computed() if self.replicated else replace(now, spread=None).computed()
+        with reading() as found:
+            now: Stands = self.opened()
+            found.append(now.computed() if self.replicated else replace(now, spread=None).computed())
+        (local,) = found
         # Strides as of a contiguous tensor, of which only a part may be here.
         strides = [1]
         for n in reversed(self.shape[1:]):

@@ -12,8 +12,10 @@ from torch import Tensor
 
 from logitless.call import Asked
 from logitless.errors import LogitlessError
+from logitless.notes import place
 from logitless.operands import Logits
-from logitless.operands.logits import METRICS, made, place
+from logitless.operands.logits import METRICS, made
+from logitless.operands.unit import reading
 from logitless.readings.best import MOST
 from logitless.score import logprobs, resolve_score
 from logitless.softmax import transform
@@ -134,10 +136,12 @@ def _picked(x: Logits, ids: Tensor) -> Tensor:
         assert found.ids_logprobs is not None
         assert found.log_z is not None
         return found.ids_logprobs + found.log_z[:, None]
-    call, _, operands = resolve_score(x, _first_ids(x), Asked())
-    z, _ = transform(id_logits(operands, ids, call), call.gain[:, None], call.squash)
-    # A row of the weight that is not there is no 0.
-    return torch.where(ids < x.shape[-1], z, torch.nan)
+    with reading() as results:
+        call, _, operands = resolve_score(x, _first_ids(x), Asked())
+        z, _ = transform(id_logits(operands, ids, call), call.gain[:, None], call.squash)
+        # A row of the weight that is not there is no 0.
+        results.append(torch.where(ids < x.shape[-1], z, torch.nan))
+    return results[0]
 
 
 def best(x: Logits, count: int) -> Tensor:

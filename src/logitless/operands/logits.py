@@ -12,7 +12,6 @@ that a model applies itself. ``Logits.given`` says of logits that exist what ``L
 from __future__ import annotations
 
 import importlib
-import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -24,10 +23,12 @@ from torch import Tensor
 
 from logitless.errors import LogitlessError
 from logitless.errors.arguments import dense, instead_of_tensor, refuse_transforms, refused
+from logitless.notes import place
 from logitless.operands.applied import applied, in_our_names
 from logitless.operands.graph import Behind, Edge, laid_out, span, views_of, without_result, wrapper
 from logitless.operands.lora import LoRA
 from logitless.operands.stands import Bits, Linear, Match, Precision, Stands, product_dtype
+from logitless.operands.unit import READ, end_reading, reading
 from logitless.spec import VocabShard, graph_break
 
 aten = torch.ops.aten
@@ -197,7 +198,8 @@ class Logits(Tensor):
         matrix = weight.weight if isinstance(weight, LoRA) else weight
         # A plain weight in memory has its numbers; any other may have to be gathered.
         plain = type(matrix) in (Tensor, torch.nn.Parameter) and matrix.untyped_storage().size() > 0
-        if self._stands.gather is not None or not matrix.numel() or not plain:
+        # FSDP2's is gathered by readings alone.
+        if self._stands.unit is None and (not matrix.numel() or not plain):
             self._stands.require()
         if self._seen != len(self._changes):
             self._refuse_changes()
@@ -224,6 +226,13 @@ class Logits(Tensor):
                 return self._stands
             self._behind = self._stands.of(new)
         return self._behind
+
+    def opened(self) -> Stands:
+        """The same for a reading that is under way, with the weight whole."""
+        now = self.stands()
+        if now.unit is not None:
+            now.require(torch.is_grad_enabled() and self.requires_grad)
+        return now
 
     def place_of_rows(self) -> Tensor:
         """The rows as torch would have them in memory, whose strides tell views from copies. It has no memory."""
@@ -265,7 +274,9 @@ class Logits(Tensor):
 
     def computed(self) -> Tensor:
         """The logits, computed as the head would: a plain tensor with a graph."""
-        return self.stands().computed()
+        with reading() as found:
+            found.append(self.opened().computed())
+        return found[0]
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -289,9 +300,14 @@ class Logits(Tensor):
         ):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        for found in _answers(name, args, kwargs):
-            if found is not NotImplemented:
-                return found
+        since, found = len(READ.units), NotImplemented
+        try:
+            for found in _answers(name, args, kwargs):
+                if found is not NotImplemented:
+                    return found
+        finally:
+            if len(READ.units) > since:
+                end_reading(since, found if isinstance(found, tuple) else (found,))
         refuse_change(func, name, args, kwargs)
         given = real(args, name)
         answer = func(*given, **real(kwargs, name))
@@ -379,17 +395,6 @@ def like(x: Logits, hidden: Tensor | None = None, **changes: Any) -> Logits:
 def attribute(func: Any) -> str:
     """The name of the attribute that ``func`` gets."""
     return getattr(getattr(func, "__self__", None), "__name__", "")
-
-
-def place() -> str:
-    """``file:line`` of the innermost code that is neither this package nor torch or what launches its kernels."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        module = frame.f_globals.get("__name__", "")
-        if module.split(".")[0] not in ("logitless", "torch", "triton", "typing_extensions"):
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        frame = frame.f_back
-    return "nowhere in particular"
 
 
 def made(stands: Stands, cls: type[Logits] = Logits) -> Logits:

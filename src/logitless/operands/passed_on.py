@@ -16,8 +16,9 @@ from torch import Tensor
 
 from logitless.errors import LogitlessError
 from logitless.errors.arguments import FLOATS
+from logitless.notes import place
 from logitless.operands.graph import total_over
-from logitless.operands.logits import METRICS, RULES, Logits, like, place
+from logitless.operands.logits import METRICS, RULES, Logits, like
 from logitless.operands.lora import LoRA
 from logitless.spec import inspectable
 
@@ -324,7 +325,7 @@ def _sum(x: Any, *args: Any, **kwargs: Any) -> Any:
     """``sum()`` of everything, which code adds times 0 to keep a graph connected."""
     if args or kwargs or x.squash or isinstance(x.weight, LoRA):
         return NotImplemented
-    now = x.stands()
+    now = x.opened()
     hidden, weight, bias = now.shared(now.hidden), now.weight, now.linear.bias
     wide = torch.promote_types(x.dtype, torch.float32)
     h = hidden if not isinstance(x.gain, Tensor) else hidden * x.gain[..., None]

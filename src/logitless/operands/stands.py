@@ -17,6 +17,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from logitless.errors import LogitlessError
 from logitless.operands.graph import all_columns, graded_into, summed_in_backward
 from logitless.operands.lora import LoRA
+from logitless.operands.unit import Unit
 from logitless.spec import VocabShard, has_values
 
 Match = Literal["bfloat16", "float16"] | None
@@ -66,7 +67,7 @@ class Stands:
         part: whether code loops over these logits and their neighbours, as over the results of ``split``.
         few: up to so many rows are computed where they are picked without a graph, as by a step of generation.
         memory: working memory of a reading that is not told; None for the verb's default.
-        gather: makes the weight whole again where a wrapper let go of it when the head's forward ended; None elsewhere.
+        unit: FSDP2's that holds the weight; None elsewhere.
         spread: under a shard, the DeviceMesh or group over which logits of all columns are spread; None where they are
             the columns of the shard alone.
         watched: the parameters that weight and bias are, or are gathered from; None where nobody knows them.
@@ -81,7 +82,7 @@ class Stands:
     part: bool = False
     few: int = 0
     memory: int | str | None = None
-    gather: Callable[[], None] | None = None
+    unit: Unit | None = None
     spread: Any = None
     watched: Watch | None = None
 
@@ -102,16 +103,22 @@ class Stands:
         """Hidden states, weight, a LoRA's matrices and bias."""
         return tuple(self.named().values())
 
-    def require(self) -> None:
-        """Have the weight whole, or raise: FSDP and ZeRO-3 let go of it where a module's forward ends."""
+    def require(self, graph: bool = False) -> None:
+        """Have the weight whole until the reading that is under way has ended, or raise: FSDP and ZeRO-3 let go of it
+        where a module's forward ends.
+
+        Args:
+            graph: whether results of the reading have a gradient.
+        """
         matrix = self.matrix
-        if not _has_numbers(matrix) and self.gather is not None:
-            self.gather()
+        if self.unit is not None:
+            self.unit.require(_has_numbers(matrix), graph)
         if not _has_numbers(matrix):
             raise LogitlessError(
-                f"Logits: the head's weight was let go of when its module's forward ended, and is {list(matrix.shape)} "
-                f"without numbers now: FSDP1 and ZeRO-3 do so where the head is a unit of its own. Leave the head in "
-                f"the root unit, use FSDP2 (fully_shard), or use a PolicyHead, and call it through its wrapper."
+                f"Logits: the head's weight was let go of since its module's forward, and is {list(matrix.shape)} "
+                f"without numbers now: FSDP1 and ZeRO-3 do so in backward, and where the head is a unit of its own at "
+                f"the end of its forward. Read logits before backward(), leave the head in the root unit, use FSDP2 "
+                f"(fully_shard), or use a PolicyHead, and call it through its wrapper."
             )
 
     def of(self, tensors: Sequence[Tensor]) -> Stands:
@@ -170,7 +177,9 @@ class Stands:
         return (x if isinstance(gain, float) and gain == 1.0 else x * gain).to(self.dtype)
 
     def computed_from(self, tensors: Sequence[Tensor]) -> Tensor:
-        """The logits of other tensors, in the order of :meth:`tensors`."""
+        """The logits of other tensors, in the order of :meth:`tensors`, in backward."""
+        if self.unit is not None:
+            self.unit.gather()
         return self.of(tensors).computed()
 
 

@@ -38,7 +38,7 @@ def pair_apart_here(call: Call) -> str | None:
     if vocabulary(call.caller, teacher.width, teacher.head or PLAIN, call.shard)[1] != call.columns:
         return FEWER
     own, copied = teacher.tokens, call.index is not None or linear.sequence_parallel
-    weight = teacher.logits.stands().weight
+    weight = teacher.logits.opened().weight
     assert isinstance(weight, Tensor)
     refused = call.backend.products.takes(own.detach().reshape(-1, own.shape[-1]), weight, copied=copied)
     return None if refused is None else f"of the teacher's operands {refused}"

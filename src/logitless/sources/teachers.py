@@ -417,7 +417,7 @@ def under_autocast(given: Any) -> Any:
 def own_operands(teacher: Teacher) -> Operands:
     """The teacher's hidden states and head."""
     assert isinstance(teacher.logits, Logits)
-    now = teacher.logits.stands()
+    now = teacher.logits.opened()
     hidden, weight, bias = now.hidden, now.weight, now.linear.bias
     assert isinstance(weight, Tensor)
     return Operands(None, hidden, weight, bias)

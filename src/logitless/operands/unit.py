@@ -1,0 +1,114 @@
+"""``Unit``: FSDP2's unit that holds a head's weight, which is whole while something reads logits that are not computed.
+
+    forward of the unit             a reading                        backward of the reading
+    gathered, and maybe let go of   gathered, and as before again    gathered; FSDP2 lets go of it, and sums gradients
+
+A plain product is made inside of the forward, and FSDP2 gathers its weight once more where the gradient of the output
+comes by. Here the product is made later, and multiplies by the weight before the gradient comes by the logits. What is
+left whole would be read by the next forward as it was before the optimizer's step, and lie among the parameters in the
+place of those that have gradients; so a reading leaves nothing whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from logitless.errors import LogitlessError
+
+
+class Unit:
+    """The unit in one forward.
+
+    Args:
+        module: with ``unshard`` and ``reshard``.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self._module, self._passed = module, False
+
+    def require(self, there: bool, graph: bool) -> None:
+        """Have the weight whole until the reading that is under way has ended, or all of backward where that runs;
+        raise after backward, where other ranks may not come to gather it.
+
+        Args:
+            there: whether it is whole.
+            graph: whether results of the reading have a gradient.
+        """
+        if torch._C._current_graph_task_id() >= 0:
+            if not there:
+                self.gather()
+                _at_the_end_of_backward(self.let_go)
+            return
+        if not there and self._passed:
+            raise LogitlessError(
+                "Logits: backward has gone through these logits, and FSDP2 has let go of the head's weight since. To "
+                "gather it again waits for all ranks, and a rank that logs may be alone. Read what you log before "
+                "backward()."
+            )
+        if not there:
+            self.gather()
+        READ.units.append((self, not there, graph))
+
+    def gather(self) -> None:
+        """Make the weight whole, with all ranks of the unit, unless it is."""
+        self._module.unshard()
+
+    def let_go(self) -> None:
+        self._module.reshard()
+
+    def before_backward(self, _: Tensor) -> None:
+        """Hook on the gradient of what was read. FSDP2 lets go of the weight, once its gradient is known."""
+        self._passed = True
+        self.gather()
+
+
+def _at_the_end_of_backward(function: Callable[[], None]) -> None:
+    """Run a function when the backward that runs now has ended, and FSDP2's own such functions have run."""
+    queue: Callable[..., None] = torch.autograd.Variable._execution_engine.queue_callback
+    queue(lambda: queue(function))
+
+
+class _Read(threading.local):
+    """Units of this thread that readings under way have required; whether they gathered them; and whether what they
+    read has a gradient."""
+
+    def __init__(self) -> None:
+        self.units: list[tuple[Unit, bool, bool]] = []
+
+
+READ = _Read()
+
+
+def end_reading(since: int, found: Any = ()) -> None:
+    """Let go of what was gathered since ``READ`` had so many units, and have backward of the results gather it again.
+
+    Args:
+        found: results, of which tensors count.
+    """
+    units, READ.units[since:] = READ.units[since:], []
+    for unit, gathered, _ in units:
+        if gathered:
+            unit.let_go()
+    graded = {unit for unit, _, graph in units if graph}
+    for x in found:
+        # Not of what is not computed yet, whose reading comes later.
+        if graded and type(x) is Tensor and x.grad_fn is not None:
+            for unit in graded:
+                x.register_hook(unit.before_backward)
+
+
+@contextlib.contextmanager
+def reading() -> Iterator[list[Tensor]]:
+    """A reading whose results are put into the list that it gives."""
+    since, found = len(READ.units), []
+    try:
+        yield found
+    finally:
+        if len(READ.units) > since:
+            end_reading(since, found)
