@@ -20,7 +20,6 @@ from logitless.backends.contract import Problem
 from logitless.call import Asked, checks, resolve
 from logitless.call.call import _facts
 from logitless.call.resolve import apart_everywhere, as_products_take
-from logitless.deferred.model import _holders
 from logitless.errors.arguments import is_number
 from logitless.machine import Tiles
 from logitless.memory import sized
@@ -243,14 +242,6 @@ def test_sglangs_own_temperature():
     config = SimpleNamespace(vocab_size=9)
     assert Sampling.of_sglang({}, arguments, config).temperature == 1.0
     assert Sampling.of_sglang({"temperature": 0.7}, arguments, config).temperature == 0.7
-
-
-def test_modules_that_hold_a_head():
-    head = torch.nn.Linear(2, 3)
-    inner = torch.nn.ModuleDict({"head": head})
-    outer = torch.nn.ModuleDict({"inner": inner})
-    assert _holders(outer, head) == [inner, outer]
-    assert _holders(outer, torch.nn.Linear(2, 3)) == []
 
 
 def test_a_deferred_forward_is_named_as_the_heads_own():

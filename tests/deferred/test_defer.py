@@ -428,6 +428,40 @@ def test_a_weight_that_is_gone_is_refused():
         logits[:, :-1]
 
 
+@pytest.mark.filterwarnings("ignore:logits were computed")
+@pytest.mark.parametrize("trained", [True, False], ids=["frozen since", "thawed since"])
+@pytest.mark.parametrize("hooked", [False, True])
+@pytest.mark.parametrize("reading", ["torch", "ours", "slices", "computed"])
+def test_gradients_go_where_they_went_when_the_logits_were_made(reading: str, hooked: bool, trained: bool):
+    """Whether the head is trained when they are read does not matter to a plain model: its product is made already."""
+
+    def run(deferred: bool) -> dict[str, Tensor]:
+        model = Plain()
+        model.lm_head.weight.requires_grad_(trained)
+        if deferred:
+            ll.defer(model, strict=reading != "computed")
+        logits = model(IDS)
+        if hooked:
+            logits.register_hook(lambda g: None)
+        model.lm_head.weight.requires_grad_(not trained)
+        if reading == "ours" and deferred:
+            loss = -ll.logprobs(logits, IDS).logprob.mean()
+        elif reading == "computed":
+            loss = logits.relu().pow(2).mean()
+        else:
+            rows = logits[:, 1:] / 0.7 if reading == "slices" else logits
+            ids = IDS[:, 1:] if reading == "slices" else IDS
+            loss = F.cross_entropy(rows.flatten(0, 1), ids.flatten())
+        model.lm_head.weight.requires_grad_(trained)
+        return gradients(model, loss)
+
+    wanted, ours = run(False), run(True)
+    assert sorted(wanted) == sorted(ours)
+    assert ("lm_head.weight" in ours) == trained
+    for name, right in wanted.items():
+        torch.testing.assert_close(ours[name], right)
+
+
 def test_an_optimizer_step_in_between_is_refused():
     model = Plain()
     ll.defer(model)

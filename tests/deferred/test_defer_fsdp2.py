@@ -7,6 +7,7 @@ wherever logits are computed, and what was left whole would show in the norms: t
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -135,6 +136,26 @@ def a_loss_of_the_library(model: Any, one: Tensor, two: Tensor) -> Tensor:
     return loss
 
 
+def a_head_that_is_frozen_while_scoring(model: Any, one: Tensor, two: Tensor) -> Tensor:
+    """As an adapter that is off for the reference: FSDP2 hands it on to the gathered weight."""
+    logits = model(one)
+    model.lm_head.requires_grad_(False)
+    with torch.no_grad():
+        old = score(model, two)
+    model.lm_head.requires_grad_(True)
+    loss = ce(logits, one) * (1 + old)
+    loss.backward()
+    return loss
+
+
+def a_gradient_that_ends_at_log_probs(model: Any, one: Tensor, two: Tensor) -> Tensor:
+    logprob = ll.logprobs(model(one), one).logprob
+    loss = -logprob.mean()
+    loss.backward(retain_graph=True)
+    (found,) = torch.autograd.grad(loss, logprob)
+    return loss + found.sum()
+
+
 CLASSES = torch.linspace(0, 1, V, dtype=torch.float64)
 ROUTE = 1 << 14
 """Too little for one pass."""
@@ -149,6 +170,8 @@ LOOPS: list[Callable[[Any, Tensor, Tensor], Tensor]] = [
     several_readings,
     a_checkpoint_around_the_loss,
     a_loss_of_the_library,
+    a_head_that_is_frozen_while_scoring,
+    a_gradient_that_ends_at_log_probs,
 ]
 
 
@@ -186,6 +209,74 @@ def assert_same(wanted: Any, ours: Any) -> None:
 def test_loops(ranks, loop, kind):
     wanted, ours = (ranks(trained, 2, kind, loop, deferred) for deferred in (False, True))
     assert_same(wanted, ours)
+
+
+class Holder(nn.Module):
+    """What a framework puts around a model: a value head beside it, or the step of a trainer."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.model(ids)
+
+
+def held(rank: int, world: int, how: str, deferred: bool) -> Any:
+    """Losses of a unit that is not among the modules that ``defer`` was given."""
+    warnings.filterwarnings("ignore", ".*returned a view tensor")
+    from torch.distributed.fsdp import fully_shard
+
+    model: Any = Model()
+    if deferred and how != "deferred inside":
+        ll.defer(model, strict=True)
+    model = copy.deepcopy(model) if how == "a copy" else Holder(model)
+    fully_shard(model, reshard_after_forward=True)
+    if deferred and how == "deferred inside":
+        ll.defer(model.model, strict=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    numbers = []
+    for step in range(STEPS):
+        one, two = draw(rank, step), draw(rank, step, 1)
+        numbers.append(two_losses_then_two_backwards(model, one, two).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    if deferred:
+        logits = model(draw(rank, 0))
+        ce(model(draw(rank, 1)), draw(rank, 1)).backward()
+        optimizer.step()
+        with torch.no_grad():
+            model(draw(rank, 2))
+        with pytest.raises(ll.LogitlessError, match="weight was changed in place after the logits were made"):
+            logits.detach().logsumexp(-1)
+    return numbers, {}
+
+
+@pytest.mark.parametrize("how", ["a holder", "deferred inside", "a copy"])
+def test_units_outside_of_what_was_deferred(ranks, how):
+    wanted, ours = (ranks(held, 2, how, deferred) for deferred in (False, True))
+    assert_same(wanted, ours)
+
+
+def below(rank: int, world: int) -> str:
+    from peft import LoraConfig, get_peft_model  # pyright: ignore[reportPrivateImportUsage]
+    from torch.distributed.fsdp import fully_shard
+
+    model: Any = get_peft_model(Model(), LoraConfig(target_modules=["lm_head"]))  # pyright: ignore[reportArgumentType]
+    ll.defer(model)
+    fully_shard(model.base_model.model.lm_head.base_layer)
+    try:
+        model(draw(rank, 0))
+    except ll.LogitlessError as error:
+        return str(error)
+    return ""
+
+
+def test_a_unit_below_the_head_is_refused_by_name(ranks):
+    pytest.importorskip("peft")
+    for said in ranks(below, 2):
+        assert said.startswith("defer: FSDP2 has the head's weight in a unit below the head")
+        assert "fully_shard(head)" in said
 
 
 def distilled(rank: int, world: int, kind: str, own: bool, deferred: bool) -> Any:

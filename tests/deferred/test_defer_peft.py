@@ -82,3 +82,26 @@ def test_two_ranks(ranks, kind, adapters):
     wanted, ours = (ranks(trained, 2, kind, adapters, deferred) for deferred in (False, True))
     assert any("lm_head" in name for name in wanted[0][1]) == (adapters != "on all linear layers")
     assert_same(wanted, ours, 1e-12)
+
+
+@pytest.mark.parametrize("adapters", ["on the head", "a copy of the head"])
+def test_a_loss_that_is_taken_while_the_adapters_are_off(adapters):
+    """As of a KL to the reference, whose forward they are off for: peft freezes what is off."""
+    found = []
+    for deferred in (False, True):
+        model, (ids, _) = model_of(adapters), batch(0, 0)
+        if deferred:
+            ll.defer(model, strict=True)
+        logits = model(ids).logits
+        with model.disable_adapter():
+            with torch.no_grad():
+                of_reference = model(ids).logits.log_softmax(-1)
+            log_p = logits.log_softmax(-1)
+            loss = (log_p.exp() * (log_p - of_reference)).sum(-1).mean() - log_p.gather(-1, ids[..., None]).mean()
+        loss.backward()
+        found.append({name: x.grad for name, x in model.named_parameters() if x.grad is not None})
+    plain, ours = found
+    assert sorted(plain) == sorted(ours)
+    assert any("lm_head" in name for name in ours)
+    for name, right in plain.items():
+        torch.testing.assert_close(ours[name], right, rtol=1e-9, atol=1e-12)

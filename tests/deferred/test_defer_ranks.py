@@ -126,6 +126,32 @@ def test_a_head_that_fsdp1_lets_go_of_is_refused_by_name(ranks):
         ranks(trained, 2, "FSDP1, own unit", "idiom", "after")
 
 
+def stepped_under_fsdp1(rank: int, world: int, kind: str) -> str:
+    model = model_of()
+    ll.defer(model, strict=True)
+    outside = wrapped(kind, model)
+    optimizer = torch.optim.SGD(outside.parameters(), lr=0.3)
+    (ids, labels), other = batch(rank, 0), batch(rank, 1)[0]
+    logits = outside(ids).logits
+    loss_of("labels", outside, ids, labels).backward()
+    optimizer.step()
+    with torch.no_grad():
+        # Which makes the weight whole again, with other numbers.
+        outside(other)
+    try:
+        logits.detach().logsumexp(-1)
+    except ll.LogitlessError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("kind", ["FSDP1", "FSDP1, flat"])
+def test_a_step_of_fsdp1_between_forward_and_reading_is_refused(ranks, kind):
+    pytest.importorskip("transformers")
+    for said in ranks(stepped_under_fsdp1, 2, kind):
+        assert said.startswith("Logits: weight was changed in place after the logits were made")
+
+
 def prepared(rank: int, world: int, deferred: bool) -> tuple[list[float], dict[str, Tensor]]:
     """Three steps with accelerate, which prepares model and optimizer and runs backward."""
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)}

@@ -8,8 +8,7 @@ when it is called, inside of its module, where FSDP has gathered the weight.
 from __future__ import annotations
 
 import functools
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,7 +34,7 @@ from logitless.operands import Logits, LoRA
 from logitless.operands.logits import made
 from logitless.operands.peft import active_adapter, head_weight
 from logitless.operands.stands import Match, Watch
-from logitless.operands.unit import Unit
+from logitless.operands.unit import Unit, gathered
 from logitless.spec import VocabShard, parse_memory, untraced
 
 FEW = 256
@@ -54,40 +53,18 @@ HALF: dict[torch.dtype, Match] = {torch.bfloat16: "bfloat16", torch.float16: "fl
 
 
 class _Around:
-    """Modules that hold the head, from the nearest on; who is told of logits that are computed after all; and whether
-    the code that gets the logits knows those of a DTensor (``placed``).
+    """Who is told of logits that are computed after all; and whether the code that gets the logits knows those of a
+    DTensor (``placed``).
 
     A copy of the head has none of these: what holds the copy is another model.
     """
 
-    def __init__(
-        self,
-        modules: Sequence[nn.Module] = (),
-        refused: Callable[[str], None] | None = None,
-        placed: bool = True,
-    ) -> None:
-        self._modules, self.refused, self.placed = [weakref.ref(x) for x in modules], refused, placed
+    def __init__(self, refused: Callable[[str], None] | None = None, placed: bool = True) -> None:
+        self.refused, self.placed = refused, placed
         self._shard: tuple[Any, VocabShard] | None = None
 
     def __reduce__(self) -> Any:
         return _Around, ()
-
-    def unit(self, layer: Any) -> Unit | None:
-        """FSDP2's that has the weight."""
-        modules = (layer, *(x() for x in self._modules))
-        return next((Unit(x) for x in modules if hasattr(x, "unshard")), None)
-
-    def watch(self, layer: Any, weight: Any, bias: Tensor | None) -> Watch:
-        """The parameters that a head's numbers come from: those that FSDP2 gathered them of, where it has."""
-        own = {}
-        for module in (layer, *(x() for x in self._modules)):
-            state: Any = getattr(module, "_get_fsdp_state", lambda: None)()
-            for group in getattr(state, "_fsdp_param_groups", ()):
-                own |= {id(getattr(x, "_unsharded_param", None)): x.sharded_param for x in group.fsdp_params}
-        parts = (weight.weight, weight.a, weight.b) if isinstance(weight, LoRA) else (weight,)
-        used = [x for x in (*parts, bias) if x is not None]
-        # peft merges an adapter through .data.
-        return Watch([own.get(id(x), x) for x in used], lambda: tuple(getattr(layer, "merged_adapters", ())))
 
     def shard_of(self, weight: Any) -> VocabShard | None:
         """The columns here of a head that is a DTensor; a collective of its group, once."""
@@ -200,7 +177,7 @@ def defer_or_tell(
         for layer in layers:
             parallel = _is_column_parallel(layer)
             shard = column_parallel.shard_of_layer(layer) if parallel else None
-            around = _Around(_holders(chunk, layer), refused, placed)
+            around = _Around(refused, placed)
             style = wrapper_of(layer)
             layer._logitless_deferred = _Deferred(rounded, memory, options, around, shard, style)
             layer.forward = Bound(_wrap_column_parallel if parallel else _wrap, layer)
@@ -209,14 +186,6 @@ def defer_or_tell(
             setattr(owner, column_parallel.LOSS, Bound(column_parallel.wrap_loss, owner, column_parallel.LOSS))
         log_once(f"deferred the head of {type(_unwrapped(chunk)).__name__}, logits are not computed")
     return Deferral(model, [layer for _, layers in heads for layer in layers])
-
-
-def _holders(model: Any, layer: Any) -> list[nn.Module]:
-    """The modules of the model that the head is in, from the nearest on."""
-    modules = dict(model.named_modules()) if isinstance(model, nn.Module) else {}
-    path = next((name for name, x in modules.items() if x is layer), "")
-    names = path.split(".")[:-1]
-    return [modules[".".join(names[:n])] for n in range(len(names), -1, -1)] if path else []
 
 
 def undefer(model: Any, *, head: str | nn.Module | None = None) -> None:
@@ -422,9 +391,15 @@ def _logits(layer: Any, hidden: Tensor) -> Logits:
     _check_dropout(weight)
     if hasattr(matrix, PARTITIONED):
         weight, bias = _held(weight), None if bias is None else bias.view_as(bias)
-    watched = settings.around.watch(layer, weight, bias)
+    own = gathered(matrix)
+    watched = _watch(layer, weight, bias)
     shard = mesh = None
     if is_placed(matrix):
+        if own is not None and own[1] is matrix:
+            raise LogitlessError(
+                "defer: FSDP2 has the head's weight in a unit below the head, and it is whole in the forward of that "
+                "unit alone. Make the head itself a unit, fully_shard(head), or leave it in the root unit."
+            )
         if isinstance(weight, LoRA):
             raise LogitlessError(
                 "defer: the head has a LoRA, and its weight is a DTensor: tensor parallelism has sharded it. Merge the "
@@ -446,9 +421,18 @@ def _logits(layer: Any, hidden: Tensor) -> Logits:
     match = HALF.get(hidden.dtype) if settings.rounded else None
     part = {} if shard is None else {"shard": shard, "hidden_grad": "partial"}
     logits = Logits(hidden, weight, bias=bias, match=match, **part, **settings.options)
-    unit = settings.around.unit(layer)
+    unit = None if own is None else Unit(own[0], matrix)
     stands = replace(logits._stands, few=FEW, memory=settings.memory, unit=unit, spread=mesh, watched=watched)
     return made(stands, Logits if mesh is None else Replicated if shard is None else Placed)
+
+
+def _watch(layer: Any, weight: Any, bias: Tensor | None) -> Watch:
+    """The parameters that a head's numbers come from: those that FSDP2 gathered them of, where it has."""
+    parts = (weight.weight, weight.a, weight.b) if isinstance(weight, LoRA) else (weight,)
+    used = [x for x in (*parts, bias) if x is not None]
+    known = [x if own is None else own[1] for x, own in ((x, gathered(x)) for x in used)]
+    # peft merges an adapter through .data.
+    return Watch(known, lambda: tuple(getattr(layer, "merged_adapters", ())))
 
 
 def _held(weight: Any) -> Any:

@@ -177,18 +177,18 @@ class Behind(torch.autograd.Function):
     """The tensors that logits stand for, with the logits before them in the graph."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, logits: Tensor, tensors: Sequence[Tensor], needs: Sequence[bool]) -> tuple[Tensor, ...]:
         ctx.form = Form.of(logits)
         ctx.set_materialize_grads(False)
         copies = tuple(x.detach() for x in tensors)
         # A checkpoint makes logits where no gradient is recorded, and makes them again in backward, where one is.
-        if tensors[0].requires_grad:
-            ctx.mark_non_differentiable(*(y for x, y in zip(tensors, copies, strict=True) if not x.requires_grad))
+        if needs[0]:
+            ctx.mark_non_differentiable(*(x for x, need in zip(copies, needs, strict=True) if not need))
         return copies
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return LogitsGradient(ctx.form, gradients), None
+        return LogitsGradient(ctx.form, gradients), None, None
 
 
 class WithBackward(torch.autograd.Function):

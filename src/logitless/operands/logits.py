@@ -102,6 +102,7 @@ class Logits(Tensor):
     _watched: bool
     _memo: dict[Any, Any]
     _read: bool
+    _needs: list[tuple[Tensor, bool]]
     _versions: list[tuple[str, Tensor, int]]
     _rows: Tensor | None
     _changes: list[tuple[str, tuple[int, int]]]
@@ -212,13 +213,14 @@ class Logits(Tensor):
             )
         if not torch.is_grad_enabled():
             return self._stands
-        if self._edge and not self._watched:
+        # Parameters may have been frozen since, as those of an adapter that is off: a gradient goes where it went then.
+        if self._edge and not self._watched and all(x.requires_grad == need for x, need in self._needs):
             self._read = True
             return self._stands
         if self._behind is None:
             tensors = self._stands.tensors()
             if self.requires_grad:
-                new = Behind.apply(self, tensors)
+                new = Behind.apply(self, tensors, [need for _, need in self._needs])
             elif any(x.requires_grad for x in tensors):
                 # Logits that were made where no gradient is recorded have none.
                 new = [x.detach() for x in tensors]
@@ -413,6 +415,7 @@ def made(stands: Stands, cls: type[Logits] = Logits) -> Logits:
     new._rows = None
     new._changes, new._seen = [], 0
     new.shard = stands.linear.shard
+    new._needs = [(x, x.requires_grad) for x in named.values()]
     new._versions = [(name, x, x._version) for name, x in named.items() if not x.is_inference()]
     return new
 

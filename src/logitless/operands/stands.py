@@ -179,7 +179,7 @@ class Stands:
     def computed_from(self, tensors: Sequence[Tensor]) -> Tensor:
         """The logits of other tensors, in the order of :meth:`tensors`, in backward."""
         if self.unit is not None:
-            self.unit.gather()
+            self.unit.gather_in_backward()
         return self.of(tensors).computed()
 
 
@@ -250,9 +250,12 @@ class Watch:
 
 
 def _copies(parameter: Any) -> list[Tensor]:
-    """The float32 copy of a parameter, or its part here, where Megatron's or DeepSpeed's optimizer has made one."""
+    """The float32 copy of a parameter, or its part here, where Megatron's or DeepSpeed's optimizer has made one; what
+    FSDP1 has made it a view of, and gives to optimizers, whole or by its parts."""
     fragment = getattr(getattr(parameter, "_hp_mapping", None), "hp_fragment", None)
-    return [x for x in (getattr(parameter, "main_param", None), fragment) if isinstance(x, Tensor)]
+    flat = getattr(parameter, "_base", None)
+    of_fsdp1 = [flat, *(flat._params or ())] if getattr(flat, "_is_flat_param", False) else []
+    return [x for x in (getattr(parameter, "main_param", None), fragment, *of_fsdp1) if isinstance(x, Tensor)]
 
 
 def _count(optimizer: Any, *_: Any) -> None:

@@ -12,6 +12,7 @@ place of those that have gradients; so a reading leaves nothing whole.
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -27,10 +28,11 @@ class Unit:
 
     Args:
         module: with ``unshard`` and ``reshard``.
+        weight: the parameter that the unit has gathered.
     """
 
-    def __init__(self, module: Any) -> None:
-        self._module, self._passed = module, False
+    def __init__(self, module: Any, weight: Any) -> None:
+        self._module, self._weight, self._passed = module, weight, False
 
     def require(self, there: bool, graph: bool) -> None:
         """Have the weight whole until the reading that is under way has ended, or all of backward where that runs;
@@ -42,8 +44,7 @@ class Unit:
         """
         if torch._C._current_graph_task_id() >= 0:
             if not there:
-                self.gather()
-                _at_the_end_of_backward(self.let_go)
+                self.gather_in_backward()
             return
         if not there and self._passed:
             raise LogitlessError(
@@ -62,10 +63,30 @@ class Unit:
     def let_go(self) -> None:
         self._module.reshard()
 
+    def gather_in_backward(self) -> None:
+        """The same until the end of backward. FSDP2 lets go of it before, unless the gradient does not come by there."""
+        weight = self._weight.to_local() if hasattr(self._weight, "to_local") else self._weight
+        if not weight.untyped_storage().size():
+            self.gather()
+            _at_the_end_of_backward(self.let_go)
+
     def before_backward(self, _: Tensor) -> None:
-        """Hook on the gradient of what was read. FSDP2 lets go of the weight, once its gradient is known."""
+        """Hook on the gradient of what was read."""
         self._passed = True
-        self.gather()
+        self.gather_in_backward()
+
+
+def gathered(x: Any) -> tuple[Any, Tensor] | None:
+    """The module of the unit that has gathered this parameter, or has it in part, and what it was gathered of; None of
+    parameters that are in no unit of FSDP2."""
+    states: Any = sys.modules.get("torch.distributed._composable_state")
+    for module, state in () if states is None else list(states._module_state_mapping.items()):
+        one = getattr(state(), "_fsdp_param_group", None) if not hasattr(state(), "_fsdp_param_groups") else None
+        for group in getattr(state(), "_fsdp_param_groups", () if one is None else (one,)):
+            for own in group.fsdp_params:
+                if own.sharded_param is x or getattr(own, "_unsharded_param", None) is x:
+                    return module, own.sharded_param
+    return None
 
 
 def _at_the_end_of_backward(function: Callable[[], None]) -> None:
