@@ -253,7 +253,7 @@ def _copies(parameter: Any) -> list[Tensor]:
     """The float32 copy of a parameter, or its part here, where Megatron's or DeepSpeed's optimizer has made one; what
     FSDP1 has made it a view of, and gives to optimizers, whole or by its parts."""
     fragment = getattr(getattr(parameter, "_hp_mapping", None), "hp_fragment", None)
-    flat = getattr(parameter, "_base", None)
+    flat: Any = getattr(parameter, "_base", None)
     of_fsdp1 = [flat, *(flat._params or ())] if getattr(flat, "_is_flat_param", False) else []
     return [x for x in (getattr(parameter, "main_param", None), fragment, *of_fsdp1) if isinstance(x, Tensor)]
 

@@ -64,7 +64,7 @@ class Unit:
         self._module.reshard()
 
     def gather_in_backward(self) -> None:
-        """The same until the end of backward. FSDP2 lets go of it before, unless the gradient does not come by there."""
+        """The same until the end of backward. Where the gradient comes by the logits, FSDP2 lets go of it before."""
         weight = self._weight.to_local() if hasattr(self._weight, "to_local") else self._weight
         if not weight.untyped_storage().size():
             self.gather()
