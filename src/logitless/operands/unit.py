@@ -80,10 +80,11 @@ def gathered(x: Any) -> tuple[Any, Tensor] | None:
     """The module of the unit that has gathered this parameter, or has it in part, and what it was gathered of; None of
     parameters that are in no unit of FSDP2."""
     states: Any = sys.modules.get("torch.distributed._composable_state")
-    for module, state in () if states is None else list(states._module_state_mapping.items()):
-        one = getattr(state(), "_fsdp_param_group", None) if not hasattr(state(), "_fsdp_param_groups") else None
-        for group in getattr(state(), "_fsdp_param_groups", () if one is None else (one,)):
-            for own in group.fsdp_params:
+    for module, known in () if states is None else list(states._module_state_mapping.items()):
+        state = known()
+        # Older versions of torch have one group.
+        for group in getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]:
+            for own in getattr(group, "fsdp_params", ()):
                 if own.sharded_param is x or getattr(own, "_unsharded_param", None) is x:
                     return module, own.sharded_param
     return None
