@@ -351,6 +351,36 @@ def test_a_rank_may_read_alone_while_the_weight_is_whole(ranks, kind):
     assert ranks(logs, 2, kind, False)[0] == f"right torch.Size([2, {ROWS // 2}])"
 
 
+def accumulated(rank: int, world: int, kind: str, deferred: bool) -> Any:
+    """Steps of two backwards, after the first of which FSDP2 is told to keep the weights whole."""
+    warnings.filterwarnings("ignore", ".*returned a view tensor")
+    model: Any = Model()
+    if deferred:
+        ll.defer(model, strict=True)
+    units(kind, model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    numbers = []
+    for step in range(STEPS):
+        for last in (False, True):
+            ids = draw(rank, step, int(last))
+            model.set_requires_gradient_sync(last)
+            model.set_reshard_after_backward(last)
+            logits = model(ids)
+            loss = ce(logits, ids)
+            loss.backward()
+            # The weight is whole, so that logits can be read after backward.
+            numbers += [loss.item()] if last else [loss.item(), logits.detach().logsumexp(-1).mean().item()]
+        optimizer.step()
+        optimizer.zero_grad()
+    return numbers, {name: x.detach().full_tensor() for name, x in model.named_parameters()}
+
+
+@pytest.mark.parametrize("kind", UNITS)
+def test_what_fsdp2_is_told_to_keep_whole_stays_whole(ranks, kind):
+    wanted, ours = (ranks(accumulated, 2, kind, deferred) for deferred in (False, True))
+    assert_same(wanted, ours)
+
+
 def gathers(rank: int, world: int) -> list[int]:
     """How often the unit was gathered: after the forward, after slices and factors, after one reading and another."""
     from torch.distributed.fsdp import FSDPModule

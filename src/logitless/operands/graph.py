@@ -177,8 +177,8 @@ class Behind(torch.autograd.Function):
     """The tensors that logits stand for, with the logits before them in the graph."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, tensors: Sequence[Tensor], needs: Sequence[bool]) -> tuple[Tensor, ...]:
-        ctx.form = Form.of(logits)
+    def forward(ctx: Any, logits: Any, tensors: Sequence[Tensor], needs: Sequence[bool]) -> tuple[Tensor, ...]:
+        ctx.form, ctx.unit = Form.of(logits), logits._stands.unit if logits._watched else None
         ctx.set_materialize_grads(False)
         copies = tuple(x.detach() for x in tensors)
         # A checkpoint makes logits where no gradient is recorded, and makes them again in backward, where one is.
@@ -188,6 +188,8 @@ class Behind(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if ctx.unit is not None:
+            ctx.unit.comes_by()
         return LogitsGradient(ctx.form, gradients), None, None
 
 

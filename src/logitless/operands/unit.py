@@ -32,7 +32,9 @@ class Unit:
     """
 
     def __init__(self, module: Any, weight: Any) -> None:
-        self._module, self._weight, self._passed = module, weight, False
+        self._module, self._weight = module, weight
+        # Whether backward has begun, and whether the one that runs has come by the logits.
+        self._passed, self._came = False, False
 
     def require(self, there: bool, graph: bool) -> None:
         """Have the weight whole until the reading that is under way has ended, or all of backward where that runs;
@@ -64,11 +66,16 @@ class Unit:
         self._module.reshard()
 
     def gather_in_backward(self) -> None:
-        """The same until the end of backward. Where the gradient comes by the logits, FSDP2 lets go of it before."""
+        """The same until the end of backward, or as FSDP2 was told where the gradient comes by its hooks."""
         weight = self._weight.to_local() if hasattr(self._weight, "to_local") else self._weight
         if not weight.untyped_storage().size():
+            self._came = False
             self.gather()
-            _at_the_end_of_backward(self.let_go)
+            _at_the_end_of_backward(lambda: None if self._came else self.let_go())
+
+    def comes_by(self) -> None:
+        """The gradient of the logits is about to pass the hooks of FSDP2."""
+        self._came = True
 
     def before_backward(self, _: Tensor) -> None:
         """Hook on the gradient of what was read."""
