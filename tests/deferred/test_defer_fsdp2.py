@@ -26,9 +26,9 @@ ROWS = 300
 
 
 class Model(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, seed: int = 3) -> None:
         super().__init__()
-        torch.manual_seed(3)
+        torch.manual_seed(seed)
         self.embed, self.norm, self.lm_head = nn.Embedding(V, 8), nn.LayerNorm(8), nn.Linear(8, V, bias=False)
         self.body = nn.Sequential(*(nn.Linear(8, 8) for _ in range(2)))
         self.double()
@@ -52,6 +52,16 @@ def units(kind: str, model: Any) -> None:
     elif kind == "with the norm":
         fully_shard([model.norm, model.lm_head])
     fully_shard(model, reshard_after_forward=True) if kind == "root, resharded" else fully_shard(model)
+
+
+def wrapped(kind: str, deferred: bool, seed: int = 3) -> Any:
+    # Of FSDP2, of linear layers: nothing changes their results in place here.
+    warnings.filterwarnings("ignore", ".*returned a view tensor")
+    model = Model(seed)
+    if deferred:
+        ll.defer(model, strict=True)
+    units(kind, model)
+    return model
 
 
 UNITS = ["root", "root, resharded", "own", "own, kept", "with the norm"]
@@ -176,12 +186,7 @@ LOOPS: list[Callable[[Any, Tensor, Tensor], Tensor]] = [
 
 
 def trained(rank: int, world: int, kind: str, loop: Callable[..., Tensor], deferred: bool) -> Any:
-    # Of FSDP2, of linear layers: nothing changes their results in place here.
-    warnings.filterwarnings("ignore", ".*returned a view tensor")
-    model = Model()
-    if deferred:
-        ll.defer(model, strict=True)
-    units(kind, model)
+    model = wrapped(kind, deferred)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     numbers = []
     for step in range(STEPS):
@@ -281,13 +286,7 @@ def test_a_unit_below_the_head_is_refused_by_name(ranks):
 
 def distilled(rank: int, world: int, kind: str, own: bool, deferred: bool) -> Any:
     """Losses of steps with a teacher that follows the student, whose parameters are both sharded between steps."""
-    warnings.filterwarnings("ignore", ".*returned a view tensor")
-    student, teacher = Model(), Model()
-    torch.nn.init.normal_(teacher.lm_head.weight)
-    for model in (student, teacher):
-        if deferred:
-            ll.defer(model, strict=True)
-        units(kind, model)
+    student, teacher = wrapped(kind, deferred), wrapped(kind, deferred, seed=4)
     optimizer = torch.optim.SGD(student.parameters(), lr=0.5)
     numbers = []
     for step in range(STEPS):
@@ -325,10 +324,7 @@ def test_a_teacher_that_follows_the_student(ranks, kind, own):
 
 def logs(rank: int, world: int, kind: str, late: bool) -> str:
     """What a rank is told that alone reads logits which its peers do not read."""
-    warnings.filterwarnings("ignore", ".*returned a view tensor")
-    model, ids = Model(), draw(rank, 0)
-    ll.defer(model, strict=True)
-    units(kind, model)
+    model, ids = wrapped(kind, True), draw(rank, 0)
     logits = model(ids)
     loss = ce(logits, ids)
     if late:
@@ -353,11 +349,7 @@ def test_a_rank_may_read_alone_while_the_weight_is_whole(ranks, kind):
 
 def accumulated(rank: int, world: int, kind: str, deferred: bool) -> Any:
     """Steps of two backwards, after the first of which FSDP2 is told to keep the weights whole."""
-    warnings.filterwarnings("ignore", ".*returned a view tensor")
-    model: Any = Model()
-    if deferred:
-        ll.defer(model, strict=True)
-    units(kind, model)
+    model = wrapped(kind, deferred)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     numbers = []
     for step in range(STEPS):
@@ -385,10 +377,7 @@ def gathers(rank: int, world: int) -> list[int]:
     """How often the unit was gathered: after the forward, after slices and factors, after one reading and another."""
     from torch.distributed.fsdp import FSDPModule
 
-    warnings.filterwarnings("ignore", ".*returned a view tensor")
-    model, count = Model(), []
-    ll.defer(model, strict=True)
-    units("own", model)
+    model, count = wrapped("own", True), []
     real = FSDPModule.unshard
     FSDPModule.unshard = lambda self, *args: (count.append(self), real(self, *args))[1]
     try:

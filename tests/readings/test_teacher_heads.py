@@ -155,6 +155,16 @@ def test_what_does_not_go_with_log_probs_that_were_sent(options: dict[str, Any])
         Teacher(**{"logits": None, **options}, top_k=sent)
 
 
+def summed_or_refused(student: Any, **asked: Any) -> str | float:
+    """The sum of the divergences, or the error."""
+    try:
+        out = ll.logprobs(student, torch.arange(R), **asked).divergence
+    except ll.LogitlessError as error:
+        return str(error)
+    assert out is not None
+    return float(out.sum())
+
+
 def cut_elsewhere(rank: int, world: int) -> list[str | float]:
     """Errors, or results, of teachers with as many columns as the shard of another vocabulary has, or all of them."""
     hidden, weight, _, other, head, _ = operands()
@@ -168,15 +178,7 @@ def cut_elsewhere(rank: int, world: int) -> list[str | float]:
         (own, ll.Logits(other, head[:40])),
         (own, ll.Logits(other, head[shorter.start : shorter.stop], shard=shorter)),
     ]
-    found: list[str | float] = []
-    for student, teacher in calls:
-        try:
-            out = ll.logprobs(student, torch.arange(R), teacher=Teacher(teacher), divergence="forward_kl").divergence
-            assert out is not None
-            found.append(float(out.sum()))
-        except ll.LogitlessError as error:
-            found.append(str(error))
-    return found
+    return [summed_or_refused(student, teacher=Teacher(teacher), divergence="forward_kl") for student, teacher in calls]
 
 
 def test_a_teacher_that_is_cut_at_other_ids_than_its_student(ranks):
@@ -203,16 +205,8 @@ def padding_on_one_rank(rank: int, world: int) -> list[str | float]:
         Teacher(ll.Logits(other, head[shard.start : shard.stop], shard=shard), head=ll.Head(vocab_size=38)),
         Teacher(ll.Logits(other, head[shorter.start : shorter.stop], shard=shorter)),
     ]
-    found: list[str | float] = []
-    for teacher in teachers:
-        try:
-            options = {"teacher": teacher, "divergence": "jsd", "head": ll.Head(vocab_size=38)}
-            out = ll.logprobs(student, torch.arange(R), **options).divergence
-            assert out is not None
-            found.append(float(out.sum()))
-        except ll.LogitlessError as error:
-            found.append(str(error))
-    return found
+    asked = {"divergence": "jsd", "head": ll.Head(vocab_size=38)}
+    return [summed_or_refused(student, teacher=teacher, **asked) for teacher in teachers]
 
 
 def test_a_teacher_with_more_ids_on_one_rank_is_refused_on_all(ranks):

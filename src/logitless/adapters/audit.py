@@ -21,7 +21,6 @@ from torch import Tensor
 from logitless.collectives import gather_over
 from logitless.errors import LogitlessError
 from logitless.operands import Given, Logits, LoRA, shard_of
-from logitless.operands.stands import Stands
 from logitless.operands.unit import reading
 from logitless.spec import Head, VocabShard
 
@@ -220,16 +219,12 @@ def _drops(logits: Tensor) -> bool:
     return isinstance(lora, LoRA) and lora.dropout is not None
 
 
+@reading
 def _wide(logits: Tensor, chosen: Tensor) -> Tensor:
     """``[k, V]`` float64 logits of a few rows."""
     if not isinstance(logits, Logits):
         return logits.detach().reshape(-1, logits.shape[-1])[chosen].double()
-    with reading():
-        return _computed(logits, chosen, logits.opened())
-
-
-def _computed(logits: Logits, chosen: Tensor, stands: Stands) -> Tensor:
-    """The same of logits that are not computed, with their weight whole."""
+    stands = logits.opened()
     hidden, weight, bias = stands.hidden.detach(), stands.weight, stands.linear.bias
     if logits.linear.sequence_parallel:
         hidden = gather_over(logits.linear.shard.group, hidden).flatten(0, 1)  # pyright: ignore[reportOptionalMemberAccess]

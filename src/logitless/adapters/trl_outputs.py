@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from logitless.operands import Logits
-from logitless.operands.stands import Stands
 from logitless.operands.unit import reading
 from logitless.spec import Head, TokenStats
 
@@ -49,14 +48,10 @@ def _linear(name: str, head: Head) -> bool:
     return name == "mean_logits" and head.softcap is None
 
 
+@reading
 def _mean_logits(logits: Logits, head: Head) -> Tensor:
     """The head is linear, so the mean over its rows comes first."""
-    with reading() as found:
-        found.append(_mean_of(logits.opened(), head))
-    return found[0]
-
-
-def _mean_of(stands: Stands, head: Head) -> Tensor:
+    stands = logits.opened()
     hidden, weight, bias = stands.hidden, stands.weight, stands.linear.bias
     assert isinstance(weight, Tensor)
     wide = torch.promote_types(hidden.dtype, torch.float32)

@@ -391,9 +391,13 @@ def _logits(layer: Any, hidden: Tensor) -> Logits:
     _check_dropout(weight)
     if hasattr(matrix, PARTITIONED):
         weight, bias = _held(weight), None if bias is None else bias.view_as(bias)
-    own = gathered(matrix)
-    watched = _watch(layer, weight, bias)
-    shard = mesh = None
+    parts = (weight.weight, weight.a, weight.b) if isinstance(weight, LoRA) else (weight,)
+    used = [x for x in (*parts, bias) if x is not None]
+    owners = [gathered(x) for x in used]
+    # Of what FSDP2 gathered them of, where it has. peft merges an adapter through .data.
+    known = [x if owner is None else owner[1] for x, owner in zip(used, owners, strict=True)]
+    watched = Watch(known, lambda: tuple(getattr(layer, "merged_adapters", ())))
+    own, shard, mesh = owners[0], None, None
     if is_placed(matrix):
         if own is not None and own[1] is matrix:
             raise LogitlessError(
@@ -424,15 +428,6 @@ def _logits(layer: Any, hidden: Tensor) -> Logits:
     unit = None if own is None else Unit(own[0], matrix)
     stands = replace(logits._stands, few=FEW, memory=settings.memory, unit=unit, spread=mesh, watched=watched)
     return made(stands, Logits if mesh is None else Replicated if shard is None else Placed)
-
-
-def _watch(layer: Any, weight: Any, bias: Tensor | None) -> Watch:
-    """The parameters that a head's numbers come from: those that FSDP2 gathered them of, where it has."""
-    parts = (weight.weight, weight.a, weight.b) if isinstance(weight, LoRA) else (weight,)
-    used = [x for x in (*parts, bias) if x is not None]
-    known = [x if own is None else own[1] for x, own in ((x, gathered(x)) for x in used)]
-    # peft merges an adapter through .data.
-    return Watch(known, lambda: tuple(getattr(layer, "merged_adapters", ())))
 
 
 def _held(weight: Any) -> Any:

@@ -215,20 +215,22 @@ class Placed(Logits):
         """All columns."""
         return made(self.stands())
 
+    @reading
+    def _here(self) -> Tensor:
+        """The columns of this rank, computed."""
+        now: Stands = self.opened()
+        return now.computed() if self.replicated else replace(now, spread=None).computed()
+
     def computed(self) -> Tensor:
         """The DTensor that the head itself makes."""
         from torch.distributed.tensor import DTensor
 
-        with reading() as found:
-            now: Stands = self.opened()
-            found.append(now.computed() if self.replicated else replace(now, spread=None).computed())
-        (local,) = found
         # Strides as of a contiguous tensor, of which only a part may be here.
         strides = [1]
         for n in reversed(self.shape[1:]):
             strides.insert(0, n * strides[0])
         size = {"shape": self.shape, "stride": tuple(strides)}
-        return DTensor.from_local(local, self.device_mesh, self.placements, run_check=False, **size)
+        return DTensor.from_local(self._here(), self.device_mesh, self.placements, run_check=False, **size)
 
 
 class Replicated(Placed):

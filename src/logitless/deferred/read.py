@@ -129,6 +129,7 @@ def _of_ids(x: Logits, name: str, ids: Tensor) -> Tensor:
     return found.exp() if name == "probability" else found
 
 
+@reading
 def _picked(x: Logits, ids: Tensor) -> Tensor:
     """``[R, K]`` single logits: dot products of hidden states and rows of the weight."""
     if x.shard is not None:
@@ -136,12 +137,10 @@ def _picked(x: Logits, ids: Tensor) -> Tensor:
         assert found.ids_logprobs is not None
         assert found.log_z is not None
         return found.ids_logprobs + found.log_z[:, None]
-    with reading() as results:
-        call, _, operands = resolve_score(x, _first_ids(x), Asked())
-        z, _ = transform(id_logits(operands, ids, call), call.gain[:, None], call.squash)
-        # A row of the weight that is not there is no 0.
-        results.append(torch.where(ids < x.shape[-1], z, torch.nan))
-    return results[0]
+    call, _, operands = resolve_score(x, _first_ids(x), Asked())
+    z, _ = transform(id_logits(operands, ids, call), call.gain[:, None], call.squash)
+    # A row of the weight that is not there is no 0.
+    return torch.where(ids < x.shape[-1], z, torch.nan)
 
 
 def best(x: Logits, count: int) -> Tensor:

@@ -274,11 +274,10 @@ class Logits(Tensor):
     def __repr__(self, **_: Any) -> str:
         return f"Logits({list(self.shape)}, {self.dtype})"
 
+    @reading
     def computed(self) -> Tensor:
         """The logits, computed as the head would: a plain tensor with a graph."""
-        with reading() as found:
-            found.append(self.opened().computed())
-        return found[0]
+        return self.opened().computed()
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

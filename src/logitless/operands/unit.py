@@ -11,16 +11,18 @@ place of those that have gradients; so a reading leaves nothing whole.
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ParamSpec
 
 import torch
 from torch import Tensor
 
 from logitless.errors import LogitlessError
+
+P = ParamSpec("P")
 
 
 class Unit:
@@ -121,23 +123,28 @@ def end_reading(since: int, found: Any = ()) -> None:
         found: results, of which tensors count.
     """
     units, READ.units[since:] = READ.units[since:], []
-    for unit, gathered, _ in units:
-        if gathered:
+    for unit, ours, _ in units:
+        if ours:
             unit.let_go()
     graded = {unit for unit, _, graph in units if graph}
     for x in found:
         # Not of what is not computed yet, whose reading comes later.
-        if graded and type(x) is Tensor and x.grad_fn is not None:
+        if type(x) is Tensor and x.grad_fn is not None:
             for unit in graded:
                 x.register_hook(unit.before_backward)
 
 
-@contextlib.contextmanager
-def reading() -> Iterator[list[Tensor]]:
-    """A reading whose results are put into the list that it gives."""
-    since, found = len(READ.units), []
-    try:
-        yield found
-    finally:
-        if len(READ.units) > since:
-            end_reading(since, found)
+def reading(function: Callable[P, Tensor]) -> Callable[P, Tensor]:
+    """The function as a reading of its own. Verbs, and torch's functions, spare themselves a call more for each."""
+
+    @functools.wraps(function)
+    def read(*args: P.args, **kwargs: P.kwargs) -> Tensor:
+        since, found = len(READ.units), None
+        try:
+            found = function(*args, **kwargs)
+            return found
+        finally:
+            if len(READ.units) > since:
+                end_reading(since, (found,))
+
+    return read
